@@ -1,0 +1,261 @@
+"""`params.yaml`, typed: one section per stage, every field with its range and a line of its own.
+
+A wrong file is one clear line (`HamletError`) that names the field, what was given and what is
+expected; an unknown key names the nearest valid one.
+"""
+
+import difflib
+import json
+import re
+import warnings
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pipeline.files import HamletError
+
+
+class Section(BaseModel):
+    """Base of every section: no unknown keys, no silent conversions, no changes after loading."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=True
+    )
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+# ------------------------------------------------------------------------------------------------
+# The sections
+
+
+class Town(Section):
+    """The world every stage plays in."""
+
+    pack: str = Field(description="name of a folder or file in pipeline/town/packs")
+    agents: int = Field(ge=1, description="agents N in each world")
+
+
+class Collect(Section):
+    """The data set of scripted personalities."""
+
+    worlds: int = Field(ge=2, description="worlds B stepped side by side")
+    ticks: int = Field(ge=2, description="ticks recorded per world")
+
+
+class Perception(Section):
+    """Module A."""
+
+    hidden: int = Field(ge=8, description="width of the recurrent state")
+    belief: int = Field(ge=2, description="dimensions of the Gaussian belief")
+    steps: int = Field(ge=1, description="gradient steps")
+    batch: int = Field(ge=2, description="sequences per gradient step")
+    window: int = Field(ge=2, description="ticks per sequence")
+    learning_rate: float = Field(gt=0, lt=1)
+
+
+class FreezePerception(Section):
+    """Export of module A."""
+
+    parity_ticks: int = Field(ge=1, description="ticks over which the export must equal the module")
+
+
+class WorldModel(Section):
+    """Module B."""
+
+    hidden: int = Field(ge=8)
+    members: int = Field(ge=2, description="members of the ensemble")
+    horizon: int = Field(ge=1, description="imagined ticks H")
+    steps: int = Field(ge=1, description="gradient steps")
+    batch: int = Field(ge=2)
+    learning_rate: float = Field(gt=0, lt=1)
+
+
+class Social(Section):
+    """Module C."""
+
+    hidden: int = Field(ge=8)
+    steps: int = Field(ge=1, description="gradient steps")
+    batch: int = Field(ge=2)
+    learning_rate: float = Field(gt=0, lt=1)
+
+
+class Policy(Section):
+    """Module D."""
+
+    hidden: int = Field(ge=8)
+    meta_period: int = Field(ge=1, description="ticks between two decisions of the meta-controller")
+    imitation_steps: int = Field(ge=0, description="gradient steps of behavioural cloning")
+    ppo_iterations: int = Field(ge=0)
+    worlds: int = Field(ge=2)
+    rollout: int = Field(ge=2, description="ticks T per iteration")
+    epochs: int = Field(ge=1)
+    minibatches: int = Field(ge=1)
+    learning_rate: float = Field(gt=0, lt=1)
+    gamma: float = Field(gt=0, le=1)
+    lam: float = Field(ge=0, le=1, description="lambda of generalised advantage estimation")
+    clip: float = Field(gt=0, lt=1)
+    entropy: float = Field(ge=0)
+
+
+class Agent(Section):
+    """The whole think() as one ONNX graph."""
+
+    opset: int = Field(ge=18, le=20)
+    parity_episodes: int = Field(ge=1, description="episodes over which ONNX must equal PyTorch")
+
+
+class Evaluate(Section):
+    """Episodes of the ONNX file on seeds never trained on."""
+
+    episodes: int = Field(ge=2)
+
+
+class Register(Section):
+    """The gate of the champion alias."""
+
+    min_ratio_over_rest: float = Field(
+        ge=0, description="lower end of the 95 % interval of the return over that of always-REST"
+    )
+
+
+class Compile(Section):
+    """Speed switches that change no result."""
+
+    enabled: bool = Field(description="torch.compile the hot functions")
+    precision: Literal["float32", "bfloat16"]
+
+
+with warnings.catch_warnings():
+    # A metaclass of pydantic's has a method called `register`; a section's name may still be that.
+    warnings.filterwarnings("ignore", message='Field name "register"')
+
+    class Params(Section):
+        """All of params.yaml."""
+
+        seed: int = Field(ge=0, lt=2**31)
+        town: Town
+        collect: Collect
+        perception: Perception
+        freeze_perception: FreezePerception
+        world_model: WorldModel
+        social: Social
+        policy: Policy
+        agent: Agent
+        evaluate: Evaluate
+        register: Register
+        compile: Compile
+
+
+# ------------------------------------------------------------------------------------------------
+# Loading
+
+
+def load_params(path: str | Path = "params.yaml") -> Params:
+    """Read and check params.yaml.
+
+    Raises:
+        HamletError: missing file, not YAML, unknown or missing key, wrong type, out of range.
+    """
+    return load_model(path, Params)
+
+
+def load_model(path: str | Path, model: type[Model]) -> Model:
+    """Read the YAML file at `path` into `model`; errors as in `load_params`."""
+    path = Path(path)
+    try:
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except FileNotFoundError:
+        raise HamletError(f"{path} is missing", "run from the root of the repository") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        reason = getattr(error, "problem", None) or "bad characters"
+        raise HamletError(f"{path} is not valid YAML{place} ({reason})", "mend that line") from None
+    if not isinstance(data, dict):
+        raise HamletError(f"{path} must hold keys and values", f"valid keys: {_keys(model)}")
+    try:
+        # JSON rules: a list is a tuple and an int is a float, nothing else is converted.
+        return model.model_validate_json(json.dumps(data, default=str))
+    except ValidationError as error:
+        raise _explain(path, model, error) from None
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that reads 1e-3 as a number, as YAML 1.2 and DVC do, and refuses a doubled key."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key `{key}` is given twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)$"),
+    list("-+0123456789."),
+)
+
+
+def _explain(path: Path, model: type[BaseModel], error: ValidationError) -> HamletError:
+    # A misspelt key is both an unknown and a missing one: the unknown one tells the cause.
+    errors = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+    first = errors[0]
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+    where = ".".join(str(part) for part in first["loc"])
+    match first["type"]:
+        case "extra_forbidden":
+            section = _model_at(model, first["loc"][:-1])
+            valid = list(section.model_fields) if section else []
+            key = str(first["loc"][-1])
+            near = difflib.get_close_matches(key, valid, n=1, cutoff=0.4)
+            guess = f"did you mean `{near[0]}`? " if near else ""
+            return HamletError(
+                f"{path}: unknown key `{where}`{more}", f"{guess}valid keys: {', '.join(valid)}"
+            )
+        case "missing":
+            section = _model_at(model, first["loc"][:-1])
+            field = section.model_fields.get(str(first["loc"][-1])) if section else None
+            what = f" ({field.description})" if field and field.description else ""
+            return HamletError(f"{path}: `{where}` is missing{more}", f"add it{what}")
+        case "value_error" | "assertion_error":
+            subject = f"`{where}`: " if where else ""
+            return HamletError(f"{path}: {subject}{first['ctx']['error']}{more}")
+    given = json.dumps(first["input"], default=str)
+    given = given if len(given) <= 60 else given[:57] + "..."
+    return HamletError(f"{path}: `{where}` is {given}{more}", _expected(first["msg"]))
+
+
+def _expected(message: str) -> str:
+    return re.sub(r"^Input should be", "it must be", message)
+
+
+def _model_at(model: type[BaseModel], loc: tuple[int | str, ...]) -> type[BaseModel] | None:
+    """The model whose key is wrong, following the path of the error through the fields."""
+    current: Any = model
+    for part in loc:
+        if isinstance(part, str) and _is_model(current) and part in current.model_fields:
+            current = current.model_fields[part].annotation
+        else:  # an index or key inside a container, or the tag of a union
+            current = next((a for a in get_args(current) if a is not NoneType), None)
+        if get_origin(current) in (Union, UnionType):
+            current = next((a for a in get_args(current) if _is_model(a)), None)
+    return current if _is_model(current) else None
+
+
+def _is_model(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, BaseModel)
+
+
+def _keys(model: type[BaseModel]) -> str:
+    return ", ".join(model.model_fields)

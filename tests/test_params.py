@@ -1,0 +1,173 @@
+"""A wrong params.yaml is one line that names the field and the fix."""
+
+import warnings
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import yaml
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from pipeline.files import HamletError
+from pipeline.params import Params, Section, load_model, load_params
+
+ROOT = Path(__file__).parents[1]
+
+
+class Inner(Section):
+    steps: int = Field(ge=1, le=100)
+    rate: float = Field(gt=0)
+
+
+class Outer(Section):
+    name: Literal["small", "large"]
+    inner: Inner
+    sizes: tuple[int, ...]
+    parts: tuple[Inner, ...] = ()
+    maybe: Inner | None = None
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> "Outer":
+        if len(self.sizes) > self.inner.steps:
+            raise ValueError("`sizes` must not be longer than `inner.steps`")
+        return self
+
+
+GOOD: dict[str, Any] = {"name": "small", "inner": {"steps": 3, "rate": 0.1}, "sizes": [1, 2]}
+
+
+def load(tmp_path: Path, data: Any) -> Outer:
+    path = tmp_path / "p.yaml"
+    path.write_text(data if isinstance(data, str) else yaml.safe_dump(data))
+    return load_model(path, Outer)
+
+
+def fails(tmp_path: Path, data: Any) -> str:
+    with pytest.raises(HamletError) as caught:
+        load(tmp_path, data)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert "p.yaml" in text
+    return text
+
+
+def test_a_good_file_loads_and_is_frozen(tmp_path):
+    params = load(tmp_path, GOOD)
+    assert params.sizes == (1, 2)
+    assert load(tmp_path, GOOD | {"inner": {"steps": 3, "rate": 1}}).inner.rate == 1.0
+    with pytest.raises(ValidationError):
+        params.name = "large"
+
+
+@pytest.mark.parametrize("number", ["1e-3", "1E-3", "1.0e-3", ".1e-2", "0.001", "+1e-3"])
+def test_scientific_notation_is_a_number(tmp_path, number):
+    text = f"name: small\ninner: {{steps: 3, rate: {number}}}\nsizes: []\n"
+    assert load(tmp_path, text).inner.rate == 0.001
+
+
+def test_text_that_looks_like_hex_or_a_version_stays_text(tmp_path):
+    class Text(Section):
+        a: str
+        b: str
+
+    path = tmp_path / "t.yaml"
+    path.write_text("a: 1e5f\nb: 1.2.3\n")
+    assert load_model(path, Text).a == "1e5f"
+
+
+def test_an_unknown_key_names_the_nearest_valid_one(tmp_path):
+    text = fails(tmp_path, GOOD | {"inner": {"stepz": 3, "rate": 0.1}})
+    assert "unknown key `inner.stepz`" in text
+    assert "did you mean `steps`? valid keys: steps, rate" in text
+    assert "(and 1 more)" in text  # `steps` is missing as well
+    text = fails(tmp_path, GOOD | {"zzz": 1})
+    assert "unknown key `zzz`: valid keys: name, inner, sizes" in text
+    text = fails(tmp_path, GOOD | {"parts": [{"steps": 1, "rate": 1.0, "rat": 2}]})
+    assert "unknown key `parts.0.rat`: did you mean `rate`?" in text
+    text = fails(tmp_path, GOOD | {"maybe": {"steps": 1, "rate": 1.0, "rat": 2}})
+    assert "did you mean `rate`?" in text
+
+
+def test_missing_keys_and_sections(tmp_path):
+    assert "`inner.rate` is missing" in fails(tmp_path, GOOD | {"inner": {"steps": 1}})
+    assert "`inner` is missing" in fails(tmp_path, {k: GOOD[k] for k in ("name", "sizes")})
+
+
+@pytest.mark.parametrize(
+    ("inner", "says"),
+    [
+        ({"steps": "3", "rate": 0.1}, '`inner.steps` is "3": it must be a valid integer'),
+        ({"steps": 2.5, "rate": 0.1}, "`inner.steps` is 2.5"),
+        ({"steps": True, "rate": 0.1}, "`inner.steps` is true"),
+        ({"steps": 0, "rate": 0.1}, "`inner.steps` is 0: it must be greater than or equal to 1"),
+        ({"steps": 3, "rate": None}, "`inner.rate` is null"),
+        ({"steps": 3, "rate": float("nan")}, "`inner.rate` is NaN: it must be a finite number"),
+        ([], "`inner` is []"),
+    ],
+)
+def test_wrong_values_are_named_with_what_was_given_and_expected(tmp_path, inner, says):
+    assert says in fails(tmp_path, GOOD | {"inner": inner})
+
+
+def test_choices_and_rules_between_fields(tmp_path):
+    text = fails(tmp_path, GOOD | {"name": "medium"})
+    assert "`name` is \"medium\": it must be 'small' or 'large'" in text
+    assert "`sizes` must not be longer" in fails(tmp_path, GOOD | {"sizes": [1, 2, 3, 4]})
+
+
+def test_files_that_are_not_params(tmp_path):
+    with pytest.raises(HamletError, match=r"none\.yaml is missing"):
+        load_model(tmp_path / "none.yaml", Outer)
+    assert "not valid YAML at line 2, column 10" in fails(tmp_path, "name: small\ninner: [1}\n")
+    assert "valid keys: name, inner" in fails(tmp_path, "- a\n")
+    assert "valid keys" in fails(tmp_path, "")
+    assert "key `name` is given twice" in fails(tmp_path, "name: small\nname: large\n")
+
+
+def test_yaml_cannot_run_code(tmp_path):
+    mark = tmp_path / "ran"
+    text = fails(tmp_path, f"name: !!python/object/apply:os.mkdir ['{mark}']\n")
+    assert "not valid YAML" in text
+    assert not mark.exists()
+
+
+# The repository's own file
+
+
+def sections() -> dict[str, type[BaseModel]]:
+    return {
+        name: field.annotation
+        for name, field in Params.model_fields.items()
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+    }
+
+
+def own_file() -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "params.yaml").read_text())
+
+
+def test_the_repository_file_loads_and_gives_every_number():
+    params = load_params(ROOT / "params.yaml")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dumped = params.model_dump(mode="json")
+    given = own_file()
+    assert set(given) == set(dumped)
+    for name in sections():
+        assert set(given[name]) == set(dumped[name]), f"params.yaml leaves out keys of {name}"
+
+
+@pytest.mark.parametrize("section", sorted(sections()))
+def test_every_section_refuses_a_typo_and_a_gap(tmp_path, section):
+    path = tmp_path / "params.yaml"
+    for key in sections()[section].model_fields:
+        data = own_file()
+        data[section][key + "x"] = data[section].pop(key)
+        path.write_text(yaml.safe_dump(data))
+        with pytest.raises(HamletError, match=f"unknown key `{section}.{key}x`.*valid keys"):
+            load_params(path)
+        data = own_file()
+        data[section][key] = object.__name__ if not isinstance(data[section][key], str) else 1
+        path.write_text(yaml.safe_dump(data))
+        with pytest.raises(HamletError, match=f"`{section}.{key}"):
+            load_params(path)

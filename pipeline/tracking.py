@@ -106,13 +106,13 @@ def execution_key() -> str:
         return given
     for process in psutil.Process().parents():
         with suppress(psutil.Error):
-            if _is_dvc(process.cmdline()):
+            if is_dvc(process.cmdline()):
                 return _identity(process)
     return _identity(psutil.Process())
 
 
-def _is_dvc(command: list[str]) -> bool:
-    # `dvc repro`, `python /venv/bin/dvc repro` or `python -m dvc repro`; never a shell's text.
+def is_dvc(command: list[str]) -> bool:
+    """Whether a command line is `dvc ...`, `python .../dvc ...` or `python -m dvc ...`."""
     if command[1:3] == ["-m", "dvc"]:
         return True
     return any(Path(word).stem == "dvc" and " " not in word for word in command[:2])

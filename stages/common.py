@@ -1,0 +1,316 @@
+"""What every stage does around its own work: params, seeds, tracking, progress, clear endings.
+
+    def main() -> None:
+        with stage("perception") as s:
+            folder = s.checkpoint_dir("artifacts/dataset")
+            for step in progress(s.params.perception.steps, "perception"):
+                ...
+                s.run.metrics({"loss": loss}, step)
+
+A user's error is one red line and exit code 1; Ctrl-C and SIGTERM end with 130 and 143 and a line
+saying what is kept; any other exception is a bug and keeps its traceback.
+"""
+
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, Generic, TypeVar
+
+import psutil
+from filelock import FileLock, Timeout
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from pipeline.files import HamletError, how_to_make, sha256_json, sha256_path
+from pipeline.params import Params, load_params
+from pipeline.tracking import StageRun, is_dvc, repo_root, stage_run
+
+T = TypeVar("T")
+PLAIN_SECONDS = 10.0
+_console = Console(stderr=True)
+
+
+class Stage:
+    """A running stage.
+
+    Attributes:
+        name: as in dvc.yaml.
+        params: all of params.yaml.
+        run: its MLflow run; see `pipeline.tracking.StageRun`.
+    """
+
+    def __init__(self, name: str, params: Params, run: StageRun, stack: ExitStack) -> None:
+        self.name, self.params, self.run = name, params, run
+        self._stack = stack
+        self.folder: Path | None = None
+
+    def checkpoint_dir(self, *inputs: str | Path, extra: Any = None) -> Path:
+        """The folder for this stage's checkpoints; what is in it is from the same work, stopped.
+
+        It lives in the (real) repository's `checkpoints/`, outside DVC's outputs, and its name
+        holds a hash of the stage's params, the contents of `inputs` (files or folders, code too)
+        and `extra`: other work never resumes from it. Removed when the stage succeeds. If another
+        process is doing the very same work, this one gets a folder of its own.
+        """
+        dumped = self.params.model_dump(mode="json")
+        sections = {k: dumped.get(k) for k in ("seed", "town", "compile", self.name)}
+        hashes = [sha256_path(path) for path in inputs]
+        key = sha256_json([sections, hashes, extra])[:16]
+        folder = repo_root() / "checkpoints" / f"{self.name}-{key}"
+        folder.parent.mkdir(exist_ok=True)
+        lock = FileLock(folder.with_name(folder.name + ".lock"), timeout=0)
+        try:
+            self._stack.enter_context(lock)
+        except Timeout:
+            folder = folder.with_name(f"{folder.name}-{os.getpid()}")
+        folder.mkdir(exist_ok=True)
+        self.folder = folder
+        return folder
+
+
+@contextmanager
+def stage(name: str) -> Iterator[Stage]:
+    """Run the body as the stage `name`: typed params, seeds, threads, one MLflow run.
+
+    Raises:
+        SystemExit: after a user's error (1), Ctrl-C (130) or SIGTERM (143), told in one line.
+    """
+    kept: list[Path] = []
+    with one_line_errors(name, kept):
+        params = load_params()
+        prepare_torch(params.seed)
+        with ExitStack() as stack:
+            current = Stage(name, params, stack.enter_context(stage_run(name, params)), stack)
+            try:
+                yield current
+            except BaseException:
+                if current.folder and any(current.folder.iterdir()):
+                    kept.append(current.folder)
+                raise
+            if current.folder:
+                shutil.rmtree(current.folder, ignore_errors=True)
+
+
+# ------------------------------------------------------------------------------------------------
+# Endings
+
+
+@contextmanager
+def one_line_errors(name: str, kept: list[Path] | None = None) -> Iterator[None]:
+    """Turn a user's error or an interrupt in the body into one line on stderr and an exit code.
+
+    `kept` lists the checkpoint folders that an interrupted run can resume from.
+    """
+    with _signals_interrupt():
+        try:
+            yield
+        except HamletError as error:
+            _fail(name, str(error))
+        except KeyboardInterrupt as interrupt:
+            _close_bars()
+            code = 143 if interrupt.args == (signal.SIGTERM,) else 130
+            rest = f"run `dvc repro {name}` to start it again"
+            if kept:
+                where = _short(kept[0])
+                rest = f"the checkpoint in {where} is kept, `dvc repro {name}` resumes from it"
+            _say(f"{name} was interrupted: {rest}", "yellow")
+            raise SystemExit(code) from None
+        except FileNotFoundError as error:
+            if error.filename is None:
+                raise
+            path = os.fsdecode(error.filename)
+            _fail(name, f"{_short(Path(path))} is missing: {how_to_make(path)}")
+        except MemoryError:
+            _fail(name, "the memory is full: make worlds or batch smaller in params.yaml")
+        except PermissionError as error:
+            _fail(name, f"{error.filename}: permission denied: check its owner and rights")
+        finally:
+            _close_bars()
+
+
+def _fail(name: str, message: str) -> None:
+    _close_bars()
+    _say(f"{name}: {message}", "red")
+    raise SystemExit(1)
+
+
+def _say(text: str, style: str) -> None:
+    Console(stderr=True).print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def _short(path: Path) -> str:
+    with suppress(ValueError):
+        return str(path.absolute().relative_to(Path.cwd()))
+    return str(path)
+
+
+@contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """SIGTERM and a closed terminal end the work as Ctrl-C does, so that nothing is lost."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(signal.Signals(number))
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    before = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# ------------------------------------------------------------------------------------------------
+# Seeds and threads
+
+
+def prepare_torch(seed: int) -> None:
+    """Seed PyTorch, pin its threads to this process's cores, allow only deterministic algorithms.
+
+    Equal bits need equal thread counts: `threads()` is fixed for a machine.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic so only
+    import torch
+
+    torch.manual_seed(seed)
+    torch.set_num_threads(threads())
+    torch.use_deterministic_algorithms(True)
+
+
+def threads() -> int:
+    """Threads for this process: OMP_NUM_THREADS if set, else the cores it may use.
+
+    The workers of a `dvc queue` share the cores: two OpenMP processes that each take all of them
+    spend their time waiting for one another.
+    """
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdigit() and int(given) > 0:
+        return int(given)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with suppress(OSError, ValueError):  # a container's share
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores or 1, -(-int(quota) // int(period)))
+    return max(1, (cores or 1) // _queue_workers())
+
+
+def _queue_workers() -> int:
+    """How many workers run queued experiments now; 1 outside such an experiment."""
+    if ".dvc/tmp/exps" not in Path.cwd().as_posix():
+        return 1
+    workers = 0
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            command = process.cmdline()
+            workers += "queue-worker" in command and is_dvc(command)
+    return max(1, workers)
+
+
+# ------------------------------------------------------------------------------------------------
+# Progress
+
+_open_bars: list[Progress] = []
+
+
+def _close_bars() -> None:
+    while _open_bars:
+        _open_bars.pop().stop()
+
+
+class progress(Generic[T]):
+    """Iterate and show it: a bar on a terminal, else a plain line every 10 seconds.
+
+    Args:
+        work: what to iterate over, or a number of steps.
+        description: shown in front.
+        start: first step, when `work` is a number and the stage resumes.
+        total: number of items, where `work` does not know its length.
+    """
+
+    def __init__(
+        self, work: Iterable[T] | int, description: str, start: int = 0, total: int | None = None
+    ) -> None:
+        if isinstance(work, int):
+            self._items: Iterable[Any] = range(start, work)
+            self._total: int | None = work
+        else:
+            self._items = work
+            self._total = total if total is not None else getattr(work, "__len__", lambda: None)()
+        self._start = start
+        self._description = description
+        self._note = ""
+
+    def note(self, **values: Any) -> None:
+        """Show the latest numbers beside the bar, for example `note(loss=0.3)`."""
+        self._note = _format(values)
+
+    def __iter__(self) -> Iterator[T]:
+        return self._bar() if _console.is_terminal else self._lines()
+
+    def _bar(self) -> Iterator[T]:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+            TextColumn("{task.fields[note]}"),
+        )
+        bar = Progress(*columns, console=_console)
+        task = bar.add_task(
+            self._description, total=self._total, completed=self._start, note=self._note
+        )
+        bar.start()
+        _open_bars.append(bar)
+        try:
+            for item in self._items:
+                yield item
+                bar.update(task, advance=1, note=self._note)
+        finally:
+            if bar in _open_bars:
+                _open_bars.remove(bar)
+                bar.stop()
+
+    def _lines(self) -> Iterator[T]:
+        began = last = time.monotonic()
+        done = self._start
+        self._line(done, 0.0)
+        for item in self._items:
+            yield item
+            done += 1
+            now = time.monotonic()
+            if now - last >= PLAIN_SECONDS:
+                last = now
+                self._line(done, now - began)
+        self._line(done, time.monotonic() - began)
+
+    def _line(self, done: int, seconds: float) -> None:
+        parts = [f"{self._description}: {done}"]
+        if self._total:
+            parts[0] += f"/{self._total} ({100 * done // self._total} %)"
+        fresh = done - self._start
+        if seconds and fresh:
+            parts.append(f"{seconds:.0f} s")
+            if self._total and done < self._total:
+                parts.append(f"{(self._total - done) * seconds / fresh:.0f} s left")
+        if self._note:
+            parts.append(self._note)
+        print(", ".join(parts), file=sys.stderr, flush=True)
+
+
+def _format(values: Mapping[str, Any]) -> str:
+    shown = []
+    for key, value in values.items():
+        try:
+            shown.append(f"{key} {float(value):.4g}")
+        except (TypeError, ValueError):
+            shown.append(f"{key} {value}")
+    return "  ".join(shown)

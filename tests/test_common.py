@@ -1,0 +1,227 @@
+"""How a stage begins, shows its progress and ends; each as a real process."""
+
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+ROOT = Path(__file__).parents[1]
+
+STAGE = """
+import sys, time
+from stages.common import progress, stage
+with stage("perception") as s:
+    folder = s.checkpoint_dir("input.bin")
+    if (folder / "step").exists():
+        print("resumed at", (folder / "step").read_text(), flush=True)
+    {body}
+print("done", flush=True)
+"""
+
+
+@pytest.fixture
+def repo(tmp_path):
+    (tmp_path / ".dvc").mkdir()
+    (tmp_path / "input.bin").write_text("1")
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    return tmp_path
+
+
+# The stage's work alone, without params, PyTorch and tracking: quick to start.
+LIGHT = """
+import sys, time
+from stages.common import one_line_errors, progress
+with one_line_errors("perception"):
+    {body}
+"""
+
+# These tests are not about MLflow: a stage also runs where it is not installed.
+NO_MLFLOW = "import sys, pipeline.tracking as t; t.RETRY_SECONDS = 0; sys.modules['mlflow'] = None"
+
+
+def environment() -> dict[str, str]:
+    keep = {k: v for k, v in os.environ.items() if k not in ("DVC_ROOT", "MLFLOW_TRACKING_URI")}
+    return keep | {"PYTHONPATH": str(ROOT)}
+
+
+def start(body, cwd, template=STAGE, **kwargs):
+    code = NO_MLFLOW + template.format(body=body.replace("\n", "\n    "))
+    defaults = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", code]
+    return subprocess.Popen(command, cwd=cwd, env=environment(), **{**defaults, **kwargs})
+
+
+def finish(body, cwd, template=STAGE):
+    process = start(body, cwd, template)
+    out, err = process.communicate(timeout=60)
+    err = [line for line in err.splitlines() if not line.startswith("warning: sqlite")]
+    return process.returncode, out, err
+
+
+def test_a_users_error_is_one_line_and_exit_code_1(repo):
+    (repo / "params.yaml").write_text("sed: 1\n")
+    code, out, err = finish("", repo)
+    assert code == 1
+    assert "done" not in out
+    assert len(err) == 1
+    assert err[0].startswith("perception: params.yaml: unknown key `sed`")
+    assert "did you mean `seed`" in err[0]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (
+            "open('artifacts/dataset.bin')",
+            "perception: artifacts/dataset.bin is missing: run `dvc repro collect`",
+        ),
+        ("raise MemoryError", "perception: the memory is full"),
+    ],
+)
+def test_known_system_errors_are_one_line(repo, body, says):
+    (repo / "dvc.yaml").write_text("stages: {collect: {cmd: x, outs: [artifacts/dataset.bin]}}")
+    code, _, err = finish(body, repo, LIGHT)
+    assert code == 1
+    assert len(err) == 1
+    assert err[0].startswith(says)
+
+
+def test_a_bug_keeps_its_traceback(repo):
+    code, _, err = finish("{}['x']", repo, LIGHT)
+    assert code == 1
+    assert "Traceback" in err[0]
+
+
+WORK = """for step in progress(1000, "perception"):
+    (folder / "step").write_text(str(step))
+    if step == 3: print("working", flush=True)
+    time.sleep(0.05)"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+)
+def test_an_interrupt_keeps_the_checkpoint_and_says_so(repo, number, code):
+    process = start(WORK, repo)
+    assert process.stdout.readline() == "working\n"
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == code
+    last = err.splitlines()[-1]
+    assert "perception was interrupted: the checkpoint in checkpoints/perception-" in last
+    assert "Traceback" not in err
+    code, out, _ = finish("pass", repo)
+    assert code == 0
+    assert out.startswith("resumed at ")
+    assert not list((repo / "checkpoints").glob("*/")), "removed after success"
+
+
+@pytest.mark.slow
+def test_other_params_or_inputs_do_not_resume(repo):
+    body = "(folder / 'step').write_text('1'); raise KeyboardInterrupt"
+    assert finish(body, repo)[0] == 130
+    (repo / "input.bin").write_text("2")
+    _, out, _ = finish("pass", repo)
+    assert out == "done\n"
+    (repo / "input.bin").write_text("1")
+    text = (repo / "params.yaml").read_text()
+    (repo / "params.yaml").write_text(text.replace("seed: 0", "seed: 1"))
+    _, out, _ = finish("pass", repo)
+    assert out == "done\n"
+    (repo / "params.yaml").write_text(text)
+    _, out, _ = finish("pass", repo)
+    assert out == "resumed at 1\ndone\n"
+
+
+@pytest.mark.slow
+def test_two_processes_at_the_same_work_do_not_share_a_folder(repo):
+    body = "print(folder, flush=True); time.sleep({})"
+    first = start(body.format(60), repo)
+    one = first.stdout.readline()
+    _, two, _ = finish(body.format(0), repo)
+    first.kill()
+    first.communicate()
+    assert one.strip() != two.splitlines()[0]
+    assert Path(one.strip()).is_dir()
+
+
+def test_progress_is_plain_lines_without_a_terminal(repo):
+    body = """import stages.common
+stages.common.PLAIN_SECONDS = 0.1
+bar = progress(30, "training", start=10)
+for step in bar:
+    bar.note(loss=step / 7)
+    time.sleep(0.02)"""
+    code, _, err = finish(body, repo, LIGHT)
+    assert code == 0
+    assert err[0] == "training: 10/30 (33 %)"
+    assert 3 <= len(err) <= 8
+    assert any("s left, loss" in line for line in err)
+    assert err[-1].startswith("training: 30/30 (100 %)")
+    assert err[-1].endswith("loss 4.143")
+    assert "\x1b" not in "".join(err)
+
+
+def test_progress_is_a_bar_on_a_terminal(repo):
+    terminal, other_end = pty.openpty()
+    body = "for x in progress(['a', 'b'], 'letters'): time.sleep(0.2)"
+    process = start(body, repo, LIGHT, stderr=other_end, stdin=other_end)
+    os.close(other_end)
+    shown = b""
+    while True:
+        try:
+            chunk = os.read(terminal, 4096)
+        except OSError:
+            break
+        if not chunk:
+            break
+        shown += chunk
+    assert process.wait(30) == 0
+    assert b"letters" in shown
+    assert "━".encode() in shown
+    assert b"2/2" in shown
+    assert shown.rfind(b"\x1b[?25h") > shown.rfind(b"\x1b[?25l"), "the cursor must come back"
+
+
+@pytest.mark.slow
+def test_seeds_threads_and_determinism(repo, monkeypatch):
+    body = (
+        "import torch; print(torch.rand(()).item(), torch.get_num_threads(), "
+        "torch.are_deterministic_algorithms_enabled())"
+    )
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    first, second = (finish(body, repo)[1] for _ in range(2))
+    assert first == second
+    assert first.split()[1:3] == ["3", "True"]
+
+
+def test_threads_stay_within_the_machine(monkeypatch):
+    from stages.common import threads
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert 1 <= threads() <= (os.cpu_count() or 1)
+    if hasattr(os, "sched_setaffinity"):
+        allowed = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {min(allowed)})
+        try:
+            assert threads() == 1
+        finally:
+            os.sched_setaffinity(0, allowed)
+
+
+def test_start_is_quick_where_torch_is_not_needed():
+    code = "import sys, stages.common; print('torch' in sys.modules, 'mlflow' in sys.modules)"
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["False", "False"], time.monotonic() - began

@@ -33,89 +33,97 @@ Model = TypeVar("Model", bound=BaseModel)
 # The sections
 
 
-class Town(Section):
+class TownParams(Section):
     """The world every stage plays in."""
 
-    pack: str = Field(description="name of a folder or file in pipeline/town/packs")
-    agents: int = Field(ge=1, description="agents N in each world")
+    pack: str = Field(description="name of a pack in pipeline/town/packs, or a path to one")
+    layouts: int = Field(ge=1, description="maps that training draws from")
 
 
-class Collect(Section):
+class CollectParams(Section):
     """The data set of scripted personalities."""
 
-    worlds: int = Field(ge=2, description="worlds B stepped side by side")
+    worlds: int = Field(ge=1, description="worlds of the personalities known in training")
+    held_out_worlds: int = Field(ge=1, description="worlds of held-out personalities, to validate")
     ticks: int = Field(ge=2, description="ticks recorded per world")
 
 
-class Perception(Section):
+class PerceptionParams(Section):
     """Module A."""
 
-    hidden: int = Field(ge=8, description="width of the recurrent state")
-    belief: int = Field(ge=2, description="dimensions of the Gaussian belief")
+    hidden: int = Field(ge=8, description="width of the GRU")
+    latent: int = Field(ge=2, description="belief dimensions beyond the affordances' places")
     steps: int = Field(ge=1, description="gradient steps")
-    batch: int = Field(ge=2, description="sequences per gradient step")
-    window: int = Field(ge=2, description="ticks per sequence")
+    lanes: int = Field(ge=1, description="worlds per gradient step")
+    chunk: int = Field(ge=2, description="ticks per gradient step; must divide collect.ticks")
     learning_rate: float = Field(gt=0, lt=1)
+    kl_weight: float = Field(ge=0, description="pull of the latent towards a standard normal")
 
 
-class FreezePerception(Section):
+class FreezePerceptionParams(Section):
     """Export of module A."""
 
     parity_ticks: int = Field(ge=1, description="ticks over which the export must equal the module")
 
 
-class WorldModel(Section):
+class WorldModelParams(Section):
     """Module B."""
 
-    hidden: int = Field(ge=8)
-    members: int = Field(ge=2, description="members of the ensemble")
-    horizon: int = Field(ge=1, description="imagined ticks H")
+    hidden: int = Field(ge=8, description="hidden units of each member")
+    members: int = Field(ge=2, description="members E of the ensemble")
+    horizon: int = Field(ge=1, description="ticks it is fed its own predictions in training")
     steps: int = Field(ge=1, description="gradient steps")
-    batch: int = Field(ge=2)
+    batch: int = Field(ge=2, description="windows per member and gradient step")
     learning_rate: float = Field(gt=0, lt=1)
 
 
-class Social(Section):
+class SocialParams(Section):
     """Module C."""
 
-    hidden: int = Field(ge=8)
+    hidden: int = Field(ge=8, description="width of the GRU, per other agent")
     steps: int = Field(ge=1, description="gradient steps")
-    batch: int = Field(ge=2)
+    lanes: int = Field(ge=1, description="worlds per gradient step")
+    chunk: int = Field(ge=2, description="ticks per gradient step; must divide collect.ticks")
     learning_rate: float = Field(gt=0, lt=1)
 
 
-class Policy(Section):
+class PolicyParams(Section):
     """Module D."""
 
-    hidden: int = Field(ge=8)
-    meta_period: int = Field(ge=1, description="ticks between two decisions of the meta-controller")
-    imitation_steps: int = Field(ge=0, description="gradient steps of behavioural cloning")
-    ppo_iterations: int = Field(ge=0)
-    worlds: int = Field(ge=2)
+    hidden: int = Field(ge=8, description="hidden units of both controllers and the critic")
+    meta_period: int = Field(ge=1, description="ticks between deliberations")
+    emergency: float = Field(ge=0, le=1, description="energy or health under which goals change")
+    candidates: int = Field(ge=1, description="goals C imagined when deliberating")
+    horizon: int = Field(ge=1, description="ticks H imagined for each")
+    worlds: int = Field(ge=1, description="worlds B; B * agents must be a multiple of meta_period")
     rollout: int = Field(ge=2, description="ticks T per iteration")
+    imitation_iterations: int = Field(ge=0, description="expert drives 100 to 0 % of the worlds")
+    critic_iterations: int = Field(ge=0, description="updates of the critic alone, in between")
+    ppo_iterations: int = Field(ge=0)
     epochs: int = Field(ge=1)
     minibatches: int = Field(ge=1)
+    imitation_learning_rate: float = Field(gt=0, lt=1)
     learning_rate: float = Field(gt=0, lt=1)
-    gamma: float = Field(gt=0, le=1)
+    gamma: float = Field(gt=0, lt=1)
     lam: float = Field(ge=0, le=1, description="lambda of generalised advantage estimation")
     clip: float = Field(gt=0, lt=1)
-    entropy: float = Field(ge=0)
+    entropy: float = Field(ge=0, description="initial weight of both entropies; falls to a tenth")
 
 
-class Agent(Section):
+class AgentParams(Section):
     """The whole think() as one ONNX graph."""
 
-    opset: int = Field(ge=18, le=20)
-    parity_episodes: int = Field(ge=1, description="episodes over which ONNX must equal PyTorch")
+    parity_ticks: int = Field(ge=1, description="ticks over which ONNX must equal PyTorch")
 
 
-class Evaluate(Section):
+class EvaluateParams(Section):
     """Episodes of the ONNX file on seeds never trained on."""
 
-    episodes: int = Field(ge=2)
+    worlds: int = Field(ge=2, description="held-out worlds, each played once by every player")
+    gif_ticks: int = Field(ge=1, description="ticks of the recorded episode")
 
 
-class Register(Section):
+class RegisterParams(Section):
     """The gate of the champion alias."""
 
     min_ratio_over_rest: float = Field(
@@ -123,11 +131,12 @@ class Register(Section):
     )
 
 
-class Compile(Section):
-    """Speed switches that change no result."""
+class CompileParams(Section):
+    """Speed switches that change no result worth speaking of."""
 
-    enabled: bool = Field(description="torch.compile the hot functions")
-    precision: Literal["float32", "bfloat16"]
+    rollout: bool = Field(description="torch.compile the policy's rollout step")
+    update: bool = Field(description="torch.compile the policy's loss")
+    precision: Literal["fp32", "bf16"] = Field(description="autocast of the policy's update")
 
 
 with warnings.catch_warnings():
@@ -138,17 +147,17 @@ with warnings.catch_warnings():
         """All of params.yaml."""
 
         seed: int = Field(ge=0, lt=2**31)
-        town: Town
-        collect: Collect
-        perception: Perception
-        freeze_perception: FreezePerception
-        world_model: WorldModel
-        social: Social
-        policy: Policy
-        agent: Agent
-        evaluate: Evaluate
-        register: Register
-        compile: Compile
+        town: TownParams
+        collect: CollectParams
+        perception: PerceptionParams
+        freeze_perception: FreezePerceptionParams
+        world_model: WorldModelParams
+        social: SocialParams
+        policy: PolicyParams
+        agent: AgentParams
+        evaluate: EvaluateParams
+        register: RegisterParams
+        compile: CompileParams
 
 
 # ------------------------------------------------------------------------------------------------

@@ -1,0 +1,186 @@
+"""Freeze a module with `torch.export`, prove that the frozen graph is the module, load it back.
+
+The file holds no path, clock or stack trace, so the same weights give the same bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.files import HamletError, atomic_path, check_card, how_to_make, write_card
+
+PARITY_BATCHES = (1, 7, 256)
+
+
+def tensor_schema(names: Sequence[str], tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
+    """Name, dtype and shape of every tensor, the batch dimension as the string 'batch'."""
+    return [
+        {
+            "name": name,
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": ["batch", *tensor.shape[1:]],
+        }
+        for name, tensor in zip(names, tensors, strict=True)
+    ]
+
+
+def freeze(
+    module: nn.Module,
+    inputs: Mapping[str, Tensor],
+    outputs: Sequence[str],
+    path: Path,
+    *,
+    kind: str,
+    pack: str,
+    upstream: Mapping[str, str],
+    extra: Mapping[str, Any],
+) -> None:
+    """Export one tick of `module` with a named, dynamic batch dimension; write it and its card.
+
+    Args:
+        inputs: example tensors by argument name, batch 2 or more.
+        outputs: a name for every tensor returned.
+        path: the `.pt2` file.
+        kind: what the module is, for the card.
+        pack: sha256 of the town pack the module was trained in.
+        upstream: sha256 by kind of everything it was trained on.
+        extra: plain data for the card (sizes and the like).
+    """
+    flat = Flat(module).eval().requires_grad_(False)
+    batch = torch.export.Dim("batch", min=1, max=1 << 20)
+    examples = tuple(inputs.values())
+    with torch.no_grad(), quiet():
+        produced = flat(*examples)
+        program = torch.export.export(
+            flat, examples, dynamic_shapes=(tuple({0: batch} for _ in examples),), strict=False
+        )
+    for submodule in program.graph_module.modules():
+        graph = getattr(submodule, "graph", None)
+        for node in graph.nodes if graph is not None else ():
+            for key in ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn"):
+                node.meta.pop(key, None)
+    schema = {
+        "inputs": tensor_schema(list(inputs), examples),
+        "outputs": tensor_schema(outputs, produced),
+    }
+    with atomic_path(path) as temporary, quiet():
+        torch.export.save(program, temporary)
+    write_card(
+        path,
+        kind=kind,
+        schema=schema,
+        upstream=upstream,
+        pack=pack,
+        extra=extra,
+    )
+
+
+class Flat(nn.Module):
+    """Tensors in by position, a plain tuple out: a frozen graph knows no class of ours."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.module(*inputs))
+
+
+class Frozen(nn.Module):
+    """A loaded graph. It has one mode: switching its owner to training leaves it as it is."""
+
+    def __init__(self, graph: nn.Module) -> None:
+        super().__init__()
+        self.graph_of_tick = graph.requires_grad_(False)
+        self.training = False
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return self.graph_of_tick(*inputs)
+
+    def train(self, mode: bool = True) -> Frozen:
+        return self
+
+
+class quiet:  # noqa: N801 - reads as a statement
+    """Silence torch.export's informational logging inside the block."""
+
+    def __enter__(self) -> None:
+        self.level = logging.getLogger("torch").level
+        logging.getLogger("torch").setLevel(logging.ERROR)
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("torch").setLevel(self.level)
+
+
+def load_frozen(path: Path, pack: str | None = None) -> tuple[Frozen, dict[str, Any]]:
+    """Load a frozen graph after checking it against its card.
+
+    Args:
+        path: the `.pt2` file.
+        pack: sha256 of the town pack that the caller runs in; None accepts any.
+
+    Returns:
+        a module without gradients for its own weights (they still reach its inputs), and the card.
+
+    Raises:
+        HamletError: file or card missing, hash or pack different, not readable.
+    """
+    card = check_card(path, expect_pack=pack)
+    try:
+        with quiet():
+            program = torch.export.load(path)
+    except Exception as error:
+        raise HamletError(
+            f"{path} matches its card but torch {torch.__version__} cannot read it",
+            how_to_make(path),
+        ) from error
+    return Frozen(program.module(check_guards=False)), card
+
+
+def prove_parity(
+    module: nn.Module,
+    frozen: Callable[..., Sequence[Tensor]],
+    draw: Callable[[int, torch.Generator], tuple[Tensor, ...]],
+    state_inputs: Mapping[int, int],
+    ticks: int,
+    seed: int,
+) -> dict[str, float]:
+    """Largest difference between a module and its frozen graph over many ticks.
+
+    Args:
+        draw: (batch, generator) -> fresh inputs, all of them.
+        state_inputs: position among the inputs of each recurrent state -> position of its new
+            value among the outputs; states are fed back from tick to tick, each side its own.
+
+    Returns:
+        {"batch_1": max abs difference, ...} for batch 1, 7 and 256.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    result = {}
+    for batch in PARITY_BATCHES:
+        worst = 0.0
+        left = right = list(draw(batch, generator))
+        for _ in range(ticks):
+            with torch.no_grad():
+                ours, theirs = tuple(module(*left)), tuple(frozen(*right))
+            worst = max(worst, *(_difference(a, b) for a, b in zip(ours, theirs, strict=True)))
+            fresh = draw(batch, generator)
+            left, right = list(fresh), list(fresh)
+            for source, target in state_inputs.items():
+                left[source], right[source] = ours[target], theirs[target]
+        result[f"batch_{batch}"] = worst
+    return result
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return float("inf")
+    return (a.double() - b.double()).abs().max().item() if a.numel() else 0.0
+
+

@@ -1,0 +1,49 @@
+"""Preallocated [T, S] experience: filled a tick at a time, served once per epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from tensordict import TensorDict
+
+
+class RolloutBuffer:
+    """T ticks of S slots. Storage is allocated at the first `add` and keeps its addresses."""
+
+    def __init__(self, ticks: int) -> None:
+        self.ticks = ticks
+        self.length = 0
+        self.data: TensorDict | None = None
+
+    @property
+    def full(self) -> bool:
+        return self.length == self.ticks
+
+    def add(self, record: TensorDict) -> None:
+        """Copy one tick's record, batch [S].
+
+        Raises:
+            IndexError: when the buffer is full.
+        """
+        if self.full:
+            raise IndexError(f"rollout buffer already holds its {self.ticks} ticks: reset it")
+        if self.data is None:
+            self.data = TensorDict(
+                {k: v.new_empty((self.ticks, *v.shape)) for k, v in record.items()},
+                batch_size=[self.ticks, *record.batch_size],
+            )
+        for key, value in record.items():
+            self.data[key][self.length].copy_(value)
+        self.length += 1
+
+    def reset(self) -> None:
+        self.length = 0
+
+    def minibatches(self, count: int, generator: torch.Generator) -> Iterator[TensorDict]:
+        """Every row of the full buffer once, shuffled, in `count` parts (the last may be short)."""
+        assert self.data is not None
+        flat = self.data.flatten(0, 1)
+        order = torch.randperm(flat.shape[0], generator=generator)
+        for index in order.tensor_split(count) if count > 1 else [order]:
+            yield flat[index]

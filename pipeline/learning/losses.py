@@ -1,0 +1,98 @@
+"""Pure losses: tensors in, a scalar and its diagnostics out. Coefficients that anneal are tensors.
+
+Every loss takes log-probabilities, so that a flat policy, a hierarchical one (one call per level)
+and a scorer of proof states share it. `weight` [.] is 1 where a row counts, else 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ILLEGAL_LOGIT = -3.4e38
+
+
+def masked_logits(logits: Tensor, mask: Tensor) -> Tensor:
+    """Logits whose illegal entries get probability exactly 0 (`mask` True = legal)."""
+    return logits.float().masked_fill(~mask, ILLEGAL_LOGIT)
+
+
+def log_prob_of(logits: Tensor, index: Tensor) -> Tensor:
+    """float [.] log-probability of `index` int64 [.] under `logits` [., A]."""
+    return logits.log_softmax(-1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
+
+
+def entropy_of(logits: Tensor) -> Tensor:
+    """float [.] entropy in nats; entries of probability 0 contribute 0."""
+    log_prob = logits.log_softmax(-1)
+    probability = log_prob.exp()
+    return -torch.where(probability > 0, probability * log_prob, 0.0).sum(-1)
+
+
+def weighted_mean(x: Tensor, weight: Tensor) -> Tensor:
+    return (x * weight).sum() / weight.sum().clamp_min(1.0)
+
+
+def normalise(advantages: Tensor, weight: Tensor) -> Tensor:
+    """Zero mean and unit deviation over the rows that count."""
+    mean = weighted_mean(advantages, weight)
+    variance = weighted_mean((advantages - mean).square(), weight)
+    return (advantages - mean) * (variance + 1e-8).rsqrt()
+
+
+def ppo_policy_loss(
+    log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, weight: Tensor, clip: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Clipped surrogate (Schulman et al. 2017, eq. 7) with approximate KL (Schulman 2020, k3)."""
+    log_ratio = log_prob - old_log_prob
+    ratio = log_ratio.exp()
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
+    with torch.no_grad():
+        diagnostics = {
+            "approx_kl": weighted_mean(ratio - 1 - log_ratio, weight),
+            "clip_fraction": weighted_mean(((ratio - 1).abs() > clip).float(), weight),
+        }
+    return -weighted_mean(surrogate, weight), diagnostics
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, weight: Tensor, clip: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Half squared error, pessimistic over a clipped change (OpenAI baselines, ppo2)."""
+    clipped = old_values + (values - old_values).clamp(-clip, clip)
+    error = torch.maximum((values - returns).square(), (clipped - returns).square())
+    with torch.no_grad():
+        mean = weighted_mean(returns, weight)
+        variance = weighted_mean((returns - mean).square(), weight)
+        unexplained = weighted_mean((returns - values).square(), weight)
+    return 0.5 * weighted_mean(error, weight), {
+        "explained_variance": 1 - unexplained / variance.clamp_min(1e-8)
+    }
+
+
+def impala_loss(
+    log_prob: Tensor,
+    values: Tensor,
+    targets: Tensor,
+    advantages: Tensor,
+    entropy: Tensor,
+    weight: Tensor,
+    value_coef: float,
+    entropy_coef: Tensor,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Actor-critic loss on V-trace targets (Espeholt et al. 2018, section 4.2)."""
+    policy = -weighted_mean(log_prob * advantages, weight)
+    value = 0.5 * weighted_mean((values - targets).square(), weight)
+    mean_entropy = weighted_mean(entropy, weight)
+    loss = policy + value_coef * value - entropy_coef * mean_entropy
+    return loss, {"policy_loss": policy, "value_loss": value, "entropy": mean_entropy}
+
+
+def imitation_loss(
+    logits: Tensor, index: Tensor, weight: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Behavioural cloning: cross-entropy with the expert's choice, and the agreement with it."""
+    loss = weighted_mean(-log_prob_of(logits, index), weight)
+    with torch.no_grad():
+        agreement = weighted_mean((logits.argmax(-1) == index).float(), weight)
+    return loss, {"agreement": agreement}

@@ -1,0 +1,195 @@
+"""Train module A on recorded worlds: reconstruct, predict the next tick, place the affordances."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from pipeline.learning.checkpoint import Checkpoint
+from pipeline.learning.log import Log
+from pipeline.learning.losses import weighted_mean
+from pipeline.learning.sequences import Lanes, per_agent
+from pipeline.learning.update import Update
+from pipeline.modules.contracts import RawObservation, TownShape
+from pipeline.modules.perception import Perception, PerceptionHeads
+from pipeline.params import PerceptionParams
+
+
+
+def observation(chunk: TensorDict) -> RawObservation:
+    return RawObservation(*(chunk[name] for name in RawObservation._fields))
+
+
+def perception_loss(
+    module: Perception, heads: PerceptionHeads, chunk: TensorDict, state: Tensor, kl_weight: float
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """Loss over a chunk [T, S]; also returns the recurrent state [S, R] after it."""
+    obs = observation(chunk)
+    mean, log_std, location, state = module.sequence(obs, chunk["first"], state)
+    belief = mean + torch.randn_like(mean) * log_std.exp()
+    weight = chunk["alive"].float()
+    view, occupancy, next_view, meters = heads(belief, chunk["action"])
+
+    def cross_entropy(logits: Tensor, codes: Tensor) -> Tensor:
+        codes = codes.flatten(2).long()
+        return F.cross_entropy(logits.movedim(-1, 1), codes, reduction="none").mean(-1)
+
+    follows = weight[:-1] * (~chunk["first"][1:]).float()
+    every = slice(None, None, 4)  # places change slowly: a quarter of the ticks says it all
+    place = F.cross_entropy(
+        location[every].movedim(2, 1), chunk["places"][every].long(), reduction="none"
+    ).mean(-1)
+    seen = chunk["visible"].float().mean(-1) * weight
+    kl = 0.5 * (mean.square() + (2 * log_std).exp() - 1 - 2 * log_std)
+    parts = {
+        "view": weighted_mean(cross_entropy(view, obs.view), weight),
+        "occupancy": weighted_mean(
+            F.binary_cross_entropy_with_logits(
+                occupancy, (obs.occupancy.flatten(2) > 0).float(), reduction="none"
+            ).mean(-1),
+            weight,
+        ),
+        "next_view": weighted_mean(cross_entropy(next_view[:-1], obs.view[1:]), follows),
+        "places": weighted_mean(place, weight[every]),
+        "others_meters": weighted_mean(
+            (meters - chunk["others_meters"]).square().mean((-1, -2)), seen
+        ),
+        "kl": kl_weight * weighted_mean(kl[..., -module.latent :].mean(-1), weight),
+    }
+    return torch.stack(list(parts.values())).sum(), parts, state
+
+
+def train_perception(
+    data: TensorDict,
+    worlds: Tensor,
+    shape: TownShape,
+    params: PerceptionParams,
+    seed: int,
+    checkpoint: Path,
+    log: Log,
+) -> tuple[Perception, PerceptionHeads]:
+    """Train on the given worlds of `data` [T, B] (see `stages/collect.py` for its fields)."""
+    torch.manual_seed(seed)
+    module = Perception(shape, params.hidden, params.latent)
+    heads = PerceptionHeads(shape, module.belief_dim)
+    lanes = Lanes(data, worlds, params.lanes, params.chunk, torch.Generator().manual_seed(seed))
+    slots = params.lanes * shape.num_agents
+    state = torch.zeros(slots, module.recurrent_dim)
+
+    carried: list[Tensor] = []
+
+    def loss(chunk: TensorDict, state: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        total, parts, after = perception_loss(module, heads, chunk, state, params.kl_weight)
+        carried[:] = [after.detach()]
+        return total, parts
+
+    update = Update(
+        loss, [*module.parameters(), *heads.parameters()], learning_rate=params.learning_rate
+    )
+    saved = Checkpoint(
+        checkpoint,
+        {
+            "module": module,
+            "heads": heads,
+            "update": update,
+            "lanes": lanes,
+            "rng": torch.default_generator,
+        },
+    )
+    start, extra = saved.load()
+    state = extra.get("state", state)
+    for step in log.steps(params.steps, start):
+        update.set_learning_rate(params.learning_rate * (1 - step / params.steps))
+        metrics = update(lanes.read(), state)
+        state = carried[0]
+        log.record(step, metrics)
+        saved.save(step + 1, {"state": state})
+    return module.eval(), heads.eval()
+
+
+def decode_map(module: Perception, mean: Tensor, log_std: Tensor, self_state: Tensor) -> Tensor:
+    """Probability of each cell code [., cells, F + 1] (0 empty, then affordances) from the belief.
+
+    Each affordance's Gaussian is spread over the cells; what no affordance claims is empty.
+    """
+    shape = module.shape
+    size = mean.new_tensor([shape.width, shape.height])
+    position = torch.stack(module.position(self_state), -1).float().unsqueeze(1)
+    places = 2 * shape.num_affordances
+    centre = mean[:, :places].unflatten(-1, (-1, 2)) * size + position
+    std = log_std[:, :places].unflatten(-1, (-1, 2)).exp() * size
+    cells = torch.stack([module.cell_x, module.cell_y], -1).float()
+    distance = ((cells[None, :, None] - centre[:, None]) / std[:, None]).square().sum(-1)
+    claimed = (-0.5 * distance).softmax(1)
+    return torch.cat([(1 - claimed.sum(-1, keepdim=True)).clamp_min(0), claimed], -1)
+
+
+def expected_calibration_error(confidence: Tensor, correct: Tensor, bins: int = 15) -> float:
+    """Mean gap of confidence and accuracy over equal-width bins (Guo et al. 2017, eq. 3)."""
+    index = (confidence * bins).long().clamp(0, bins - 1)
+    count = torch.bincount(index, minlength=bins).double()
+    gap = torch.bincount(index, (confidence - correct.to(confidence.dtype)).double(), bins).abs()
+    return (gap.sum() / count.sum()).item()
+
+
+@torch.no_grad()
+def evaluate_perception(
+    module: Perception, heads: PerceptionHeads, data: TensorDict, worlds: Tensor, chunk_ticks: int
+) -> dict[str, float]:
+    """Held-out accuracy of what the belief holds, each beside its trivial baseline."""
+    state = torch.zeros(len(worlds) * module.shape.num_agents, module.recurrent_dim)
+    sums: dict[str, float] = {}
+    confidences, corrects = [], []
+
+    def add(name: str, correct: Tensor, where: Tensor) -> None:
+        sums[name] = sums.get(name, 0.0) + correct[where].double().sum().item()
+        sums[f"{name}#"] = sums.get(f"{name}#", 0.0) + where.sum().item()
+
+    for begin in range(0, data.shape[0], chunk_ticks):
+        chunk = per_agent(data[begin : begin + chunk_ticks][:, worlds])
+        obs = observation(chunk)
+        mean, log_std, _, state = module.sequence(obs, chunk["first"], state)
+        view, _, next_view, meters = heads(mean, chunk["action"])
+        alive = chunk["alive"]
+        codes = obs.view.flatten(2).long()
+        cells = alive.unsqueeze(-1).expand_as(codes)
+        add("view_accuracy", view.argmax(-1) == codes, cells)
+        follows = (alive[:-1] & ~chunk["first"][1:]).unsqueeze(-1).expand_as(codes[1:])
+        add("next_view_accuracy", next_view[:-1].argmax(-1) == codes[1:], follows)
+        add("next_view_accuracy_persistence", codes[:-1] == codes[1:], follows)
+        seen_others = chunk["visible"].unsqueeze(-1).expand_as(meters)
+        add("others_meters_error", (meters - chunk["others_meters"]).abs(), seen_others)
+        add("others_meters_error_mean", (0.75 - chunk["others_meters"]).abs(), seen_others)
+
+        # The map, at the last tick of the chunk: long after some cells were last in view.
+        memory = state[:, module.hidden :]
+        probability = decode_map(module, mean[-1], log_std[-1], obs.self_state[-1])
+        truth = torch.zeros_like(memory, dtype=torch.long)
+        truth.scatter_(
+            1,
+            chunk["places"][-1].long(),
+            torch.arange(1, module.shape.num_affordances + 1).expand(len(truth), -1),
+        )
+        confidence, decoded = probability.max(-1)
+        seen = (memory > 0) & alive[-1].unsqueeze(-1)
+        unseen = (memory == 0) & alive[-1].unsqueeze(-1)
+        add("map_seen_accuracy", decoded == truth, seen)
+        add("map_unseen_accuracy", decoded == truth, unseen)
+        add("map_unseen_accuracy_prior", truth == 0, unseen)
+        blank = torch.zeros_like(memory)
+        now = module.remember(obs.view[-1], obs.self_state[-1], blank)
+        in_view = torch.where((now > 0) & (now <= module.shape.num_affordances + 1), now - 1, 0)
+        add("map_seen_accuracy_last_view", in_view.long() == truth, seen)
+        confidences.append(confidence[alive[-1]].flatten())
+        corrects.append((decoded == truth)[alive[-1]].flatten())
+    result = {
+        name: total / max(sums[f"{name}#"], 1.0)
+        for name, total in sums.items()
+        if not name.endswith("#")
+    }
+    result["map_ece"] = expected_calibration_error(torch.cat(confidences), torch.cat(corrects))
+    return result

@@ -1,0 +1,369 @@
+"""Train module D against the frozen A, B and C: imitation of an expert, then PPO.
+
+Because the upstream modules are frozen, a tick's experience is stored as plain features: the
+updates have no recurrence, and the frozen modules run once per step of experience.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from pipeline.files import HamletError
+from pipeline.learning.buffer import RolloutBuffer
+from pipeline.learning.checkpoint import Checkpoint
+from pipeline.learning.log import Log
+from pipeline.learning.losses import (
+    entropy_of,
+    imitation_loss,
+    log_prob_of,
+    masked_logits,
+    normalise,
+    ppo_policy_loss,
+    value_loss,
+    weighted_mean,
+)
+from pipeline.learning.returns import gae
+from pipeline.learning.update import Update
+from pipeline.modules.agent import AgentState, Mind
+from pipeline.modules.contracts import METERS, Features, TownShape, observation_from
+from pipeline.modules.critic import Critic, privileged_features
+from pipeline.params import CompileParams, PolicyParams
+from pipeline.town import Scripted, Town, counter_uniform
+
+GOAL_STREAM, ACTION_STREAM = 1000, 2000
+REACHED = 0.95
+
+
+def goal_targets(town: Town) -> Tensor:
+    """float32 [G, 8]: the level at which the meter that an affordance restores most is enough."""
+    targets = torch.zeros(town.num_goals, METERS)
+    for index, place in enumerate(town.pack.affordances):
+        gain = dict.fromkeys(town.meter_names, 0.0)
+        for meter, amount in place.effects_per_tick.items():
+            gain[meter] += amount * place.duration
+        for meter, amount in place.effects_on_completion.items():
+            gain[meter] += amount
+        best = max(gain, key=lambda meter: gain[meter])
+        targets[index, town.meter_names.index(best)] = REACHED
+    return targets
+
+
+def first_state(slots: int, recurrent_dim: int, others: int, social_dim: int) -> AgentState:
+    """Blank minds of `slots` agents, their clocks staggered so that few deliberate at a time."""
+    zeros = torch.zeros(slots, dtype=torch.int64)
+    return AgentState(
+        belief=torch.zeros(slots, recurrent_dim),
+        social=torch.zeros(slots, others, social_dim),
+        goal=zeros,
+        goal_age=zeros + 10_000,  # ended: a goal is chosen at once
+        clock=torch.arange(slots),
+    )
+
+
+def forget(state: AgentState, over: Tensor) -> AgentState:
+    """Blank minds for the slots in `over` bool [S]; clocks run on."""
+    going = ~over
+    return AgentState(
+        belief=state.belief * going.unsqueeze(-1),
+        social=state.social * going[:, None, None],
+        goal=state.goal,
+        goal_age=torch.where(over, 10_000, state.goal_age),
+        clock=state.clock,
+    )
+
+
+def gumbel(world: TensorDict, agents: int, choices: int, stream: int) -> Tensor:
+    """float32 [B * N, choices] Gumbel noise from the counter generator of each world."""
+    streams = stream + torch.arange(agents * choices).view(1, agents, choices)
+    u = counter_uniform(
+        *(world[key].view(-1, 1, 1) for key in ("seed", "world", "episode", "tick")), streams
+    )
+    return -(-(u.clamp(1e-9, 1 - 1e-7)).log()).log().flatten(0, 1)
+
+
+class Rollout:
+    """Steps the town with the learning agents (and an expert in some worlds) and records.
+
+    Args:
+        compile: compile the fused step: sense, decide, act, step the town and reset.
+    """
+
+    def __init__(
+        self,
+        town: Town,
+        shape: TownShape,
+        mind: Mind,
+        critic: Critic,
+        expert: Scripted | None,
+        params: PolicyParams,
+        compile: bool,
+    ) -> None:
+        self.town, self.shape, self.mind, self.critic = town, shape, mind, critic
+        self.expert, self.params = expert, params
+        self.reward_scale = 3 * (1 - params.gamma)
+        self.step = torch.compile(self._step, fullgraph=True) if compile else self._step
+
+    @torch.no_grad()
+    def _step(
+        self, world: TensorDict, agent: AgentState, slice_: Tensor, driven: Tensor, memory: Any
+    ) -> tuple[TensorDict, AgentState, Any, dict[str, Tensor]]:
+        n = self.shape.num_agents
+        obs = observation_from(self.town.observe(world), 2)
+        action, agent, record = self.mind.explore(
+            obs,
+            agent,
+            slice_,
+            gumbel(world, n, self.shape.num_goals, GOAL_STREAM),
+            gumbel(world, n, self.shape.num_actions, ACTION_STREAM),
+        )
+        acted = action.unflatten(0, (-1, n))
+        if self.expert is not None:
+            expert_action, expert_goal, memory = self.expert.act(world, memory)
+            acted = torch.where(driven.unsqueeze(-1), expert_action, acted)
+            record["expert_action"] = expert_action.flatten()
+            record["expert_goal"] = expert_goal.flatten()
+        privileged = privileged_features(self.town, self.shape, world).flatten(0, 1)
+        after = self.town.step_and_reset_core(world, acted)
+        record |= {
+            "privileged": privileged,
+            "value": self.critic(privileged),
+            "reward": after["reward"].flatten() * self.reward_scale,
+            "done": after["done"].flatten(),
+            "active": world["alive"].flatten(),
+        }
+        return after, forget(agent, after["episode_over"].repeat_interleave(n)), memory, record
+
+    def collect(
+        self, world: TensorDict, agent: AgentState, memory: Any, driven: Tensor, clock: int,
+        buffer: RolloutBuffer,
+    ) -> tuple[TensorDict, AgentState, Any]:  # fmt: skip
+        """Fill `buffer`. `driven` bool [B]: worlds in which the expert acts; `clock`: ticks so far."""
+        period = self.params.meta_period
+        slots = agent.goal.shape[0]
+        buffer.reset()
+        while not buffer.full:
+            slice_ = torch.arange(slots // period) * period + (-clock) % period
+            world, agent, memory, record = self.step(world, agent, slice_, driven, memory)
+            buffer.add(TensorDict(record, batch_size=[slots]))
+            clock += 1
+        return world, agent, memory
+
+    @torch.no_grad()
+    def advantages(self, buffer: RolloutBuffer, world: TensorDict) -> None:
+        """Add `advantages` and `returns` to the buffer's experience; `world` follows its last row."""
+        data = buffer.data
+        assert data is not None
+        last = self.critic(privileged_features(self.town, self.shape, world).flatten(0, 1))
+        values = data["value"]
+        done = data["done"]
+        estimate = gae(
+            data["reward"],
+            values,
+            torch.cat([values[1:], last.unsqueeze(0)]),
+            done,
+            done,
+            self.params.gamma,
+            self.params.lam,
+        )
+        data["advantages"], data["returns"] = estimate.advantages, estimate.returns
+
+
+def features_of(batch: TensorDict) -> Features:
+    return Features(*(batch[f"f_{name}"] for name in Features._fields))
+
+
+def train_policy(
+    town: Town,
+    shape: TownShape,
+    mind: Mind,
+    first: Callable[[int], AgentState],
+    params: PolicyParams,
+    compiling: CompileParams,
+    seed: int,
+    checkpoint: Path,
+    log: Log,
+) -> Critic:
+    """Train `mind.policy` in place; returns the critic that was trained beside it.
+
+    Args:
+        first: blank minds of a number of slots.
+    """
+    policy = mind.policy
+    slots = params.worlds * shape.num_agents
+    if slots % params.meta_period:
+        raise HamletError(
+            f"params.yaml: policy.worlds * agents is {slots}, not a multiple of policy.meta_period "
+            f"({params.meta_period})",
+            "change either, so that the same number of agents deliberates at every tick",
+        )
+    torch.manual_seed(seed)
+    critic = Critic(shape, params.hidden)
+    rng = torch.Generator().manual_seed(seed)
+    entropy_coef = torch.tensor(params.entropy)
+
+    def imitate(batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+        f, weight = features_of(batch), batch["active"].float()
+        goal_loss, goal_metrics = imitation_loss(
+            policy.prior_logits(f), batch["expert_goal"], weight
+        )
+        # Without the mask: the policy must know what is illegal when it imagines.
+        action_loss, action_metrics = imitation_loss(
+            policy.action_logits(f, batch["expert_goal"]), batch["expert_action"], weight
+        )
+        values = critic(batch["privileged"])
+        fit = 0.5 * weighted_mean((values - batch["returns"]).square(), weight)
+        return goal_loss + action_loss + fit, {
+            "goal_agreement": goal_metrics["agreement"],
+            "action_agreement": action_metrics["agreement"],
+            "value_loss": fit,
+        }
+
+    def fit_critic(batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+        weight = batch["active"].float()
+        return value_loss(
+            critic(batch["privileged"]), batch["value"], batch["returns"], weight, 1e9
+        )
+
+    def improve(batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+        f, active = features_of(batch), batch["active"].float()
+        deciding = active * batch["decide"].float()
+        prior = policy.prior_logits(f)
+        considered = policy.goal_logits(
+            prior, batch["candidates"], batch["imagined_return"], batch["imagined_confidence"]
+        )
+        goal_logits = torch.where(batch["deliberate"].unsqueeze(-1), considered, prior).float()
+        action_logits = masked_logits(policy.action_logits(f, batch["goal"]), batch["mask"])
+        advantages = normalise(batch["advantages"], active)
+        action_loss, diagnostics = ppo_policy_loss(
+            log_prob_of(action_logits, batch["action"]),
+            batch["action_log_prob"],
+            advantages,
+            active,
+            params.clip,
+        )
+        goal_loss, goal_diagnostics = ppo_policy_loss(
+            log_prob_of(goal_logits, batch["goal"]),
+            batch["goal_log_prob"],
+            advantages,
+            deciding,
+            params.clip,
+        )
+        values = critic(batch["privileged"])
+        fit, value_diagnostics = value_loss(
+            values, batch["value"], batch["returns"], active, params.clip
+        )
+        action_entropy = weighted_mean(entropy_of(action_logits), active)
+        goal_entropy = weighted_mean(entropy_of(goal_logits), deciding)
+        loss = action_loss + goal_loss + 0.5 * fit
+        loss = loss - entropy_coef * (action_entropy + goal_entropy)
+        return loss, {
+            **diagnostics,
+            **{f"goal_{name}": value for name, value in goal_diagnostics.items()},
+            **value_diagnostics,
+            "value_loss": fit,
+            "action_entropy": action_entropy,
+            "goal_entropy": goal_entropy,
+        }
+
+    everything = [*policy.parameters(), *critic.parameters()]
+    options: dict[str, Any] = {"compile": compiling.update, "precision": compiling.precision}
+    imitation = Update(
+        imitate, everything, learning_rate=params.imitation_learning_rate, **options
+    )
+    critic_only = Update(fit_critic, critic.parameters(), learning_rate=params.learning_rate)
+    ppo = Update(
+        improve, everything, learning_rate=params.learning_rate, max_grad_norm=0.5, **options
+    )
+
+    expert = Scripted(town, ["expert"], seed)
+    world = town.reset(seed, params.worlds)
+    agent = first(slots)
+    memory = expert.reset(world)
+    taught = Rollout(town, shape, mind, critic, expert, params, compiling.rollout)
+    free = Rollout(town, shape, mind, critic, None, params, compiling.rollout)
+    score, scores = torch.zeros_like(world["reward"]), torch.zeros(2)
+
+    saved = Checkpoint(
+        checkpoint,
+        {
+            "policy": policy,
+            "critic": critic,
+            "imitation": imitation,
+            "critic_only": critic_only,
+            "ppo": ppo,
+            "rng": rng,
+        },
+    )
+    start, extra = saved.load()
+    if start:
+        world = TensorDict(extra["world"], batch_size=world.batch_size)
+        memory = TensorDict(extra["memory"], batch_size=world.batch_size)
+        agent, score, scores = AgentState(*extra["agent"]), extra["score"], extra["scores"]
+
+    warm = params.imitation_iterations + params.critic_iterations
+    buffers = {True: RolloutBuffer(params.rollout), False: RolloutBuffer(params.rollout)}
+    for iteration in log.steps(warm + params.ppo_iterations, start):
+        imitating = iteration < params.imitation_iterations
+        rollout, buffer = (taught if imitating else free), buffers[imitating]
+        share = 1 - iteration / max(1, params.imitation_iterations - 1) if imitating else 0.0
+        driven = torch.arange(params.worlds) < round(share * params.worlds)
+        world, agent, memory = rollout.collect(
+            world, agent, memory, driven, iteration * params.rollout, buffer
+        )
+        rollout.advantages(buffer, world)
+        if imitating:
+            update = imitation
+            left = 1 - iteration / params.imitation_iterations
+            update.set_learning_rate(params.imitation_learning_rate * max(left, 0.1))
+        elif iteration < warm:
+            update = critic_only
+        else:
+            update = ppo
+            left = 1 - (iteration - warm) / params.ppo_iterations
+            update.set_learning_rate(params.learning_rate * max(left, 0.05))
+            entropy_coef.fill_(params.entropy * max(left, 0.1))
+        for _ in range(params.epochs):
+            for batch in buffer.minibatches(params.minibatches, rng):
+                metrics = update(batch)
+        score, scores = episode_scores(buffer, rollout.reward_scale, score, scores)
+        log.record(iteration, metrics | {"mean_return": scores[0]})
+        saved.save(
+            iteration + 1,
+            {
+                "world": dict(world.items()),
+                "memory": dict(memory.items()),
+                "agent": tuple(agent),
+                "score": score,
+                "scores": scores,
+            },
+        )
+    return critic
+
+
+def episode_scores(
+    buffer: RolloutBuffer, scale: float, score: Tensor, scores: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Follow every slot's return; `scores` = (mean return of the lives last finished, weight).
+
+    No host synchronisation: everything stays in tensors.
+    """
+    data = buffer.data
+    assert data is not None
+    flat = score.flatten()
+    for t in range(buffer.ticks):
+        flat = flat + data["reward"][t] / scale
+        ended = data["done"][t] & data["active"][t]
+        count = ended.sum()
+        mean = (flat * ended).sum() / count.clamp_min(1)
+        weight = torch.minimum(count / 256, torch.ones(()))
+        first = torch.where(scores[1] == 0, torch.ones(()), weight)
+        rate = torch.where(count > 0, first, torch.zeros(()))
+        scores = torch.stack([scores[0] + rate * (mean - scores[0]), scores[1] + count])
+        flat = torch.where(data["done"][t], 0.0, flat)
+    return flat.view_as(score), scores

@@ -1,0 +1,152 @@
+"""The update step shared by every trained stage of both worlds.
+
+Forward and loss are one compiled graph; clipping and the fused optimizer stay eager. A compile
+error shows at the first call, not at construction, so the guarded fallback lives there.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+Precision = Literal["fp32", "bf16", "fp16"]
+Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+
+
+def best_precision(device: str) -> Precision:
+    """bf16 where the hardware multiplies it natively, fp16 on older GPUs, else fp32."""
+    if device.startswith("cuda"):
+        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    native = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+    return "bf16" if native else "fp32"
+
+
+def set_precision() -> dict[str, str]:
+    """Set the precision of float32 matrix products once per process.
+
+    Returns:
+        what was set, to be recorded with the run.
+    """
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32 = True
+    return {"float32_matmul_precision": torch.get_float32_matmul_precision(), "tf32": "True"}
+
+
+def fused_adam(parameters: Iterable[nn.Parameter], learning_rate: float, **options: Any):
+    """AdamW with a tensor learning rate; fused where supported, else foreach."""
+    parameters = list(parameters)
+    rate = torch.tensor(learning_rate, device=parameters[0].device)
+    fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
+    kind = {"fused": True} if fused else {"foreach": True}
+    return torch.optim.AdamW(parameters, lr=rate, eps=1e-5, **kind, **options)
+
+
+def to_device(batch: Iterable[Tensor], device: str) -> list[Tensor]:
+    """Move a batch; from pinned memory without blocking on CUDA, plainly elsewhere."""
+    if device.startswith("cuda"):
+        return [x.pin_memory().to(device, non_blocking=True) for x in batch]
+    return [x.to(device) for x in batch]
+
+
+class Update:
+    """One optimisation step of `loss(*batch) -> (scalar, diagnostics)`.
+
+    Args:
+        loss: pure function of the batch and of the modules it closes over.
+        parameters: what is optimised.
+        learning_rate: initial rate; `set_learning_rate` changes it without recompiling.
+        max_grad_norm: gradients are clipped to this global norm, in nats of nothing: unitless.
+        compile: compile forward and loss as one graph; falls back to eager with one warning.
+        precision: autocast type of forward and loss; fp16 adds a gradient scaler.
+        weight_decay: decoupled weight decay.
+        device: where the parameters live.
+    """
+
+    def __init__(
+        self,
+        loss: Loss,
+        parameters: Iterable[nn.Parameter],
+        *,
+        learning_rate: float,
+        max_grad_norm: float = 1.0,
+        compile: bool = False,
+        precision: Precision = "fp32",
+        weight_decay: float = 0.0,
+        device: str = "cpu",
+    ) -> None:
+        self.parameters = list(parameters)
+        self.max_grad_norm = max_grad_norm
+        self.optimizer = fused_adam(self.parameters, learning_rate, weight_decay=weight_decay)
+        self.scaler = torch.amp.GradScaler(device.split(":")[0], enabled=precision == "fp16")
+        self.skipped_steps = 0
+        self.compile_active = compile
+        self._first = True
+        self._device = device.split(":")[0]
+        self._precision = precision
+        self._eager = loss
+        self._loss = torch.compile(loss, fullgraph=True) if compile else loss
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[
+            self._precision
+        ]
+
+    def autocast(self) -> torch.autocast:
+        """The context in which forward passes run, in rollouts as in updates."""
+        return torch.autocast(self._device, self.dtype, enabled=self._precision != "fp32")
+
+    def set_learning_rate(self, rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"].fill_(rate)
+
+    def _backward(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+        with self.autocast():
+            loss, diagnostics = self._loss(*batch)
+        self.scaler.scale(loss).backward()
+        return loss, diagnostics
+
+    def __call__(self, *batch: Tensor) -> dict[str, Tensor]:
+        """Take one step; returns detached scalars (no host synchronisation)."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self._first and self.compile_active:
+            try:
+                loss, diagnostics = self._backward(batch)
+            except Exception as error:
+                message = (str(error).splitlines() or [type(error).__name__])[0]
+                warnings.warn(f"compiling the update failed, eager from now on: {message}", stacklevel=2)
+                self._loss, self.compile_active = self._eager, False
+                self.optimizer.zero_grad(set_to_none=True)
+                loss, diagnostics = self._backward(batch)
+        else:
+            loss, diagnostics = self._backward(batch)
+        self._first = False
+        self.scaler.unscale_(self.optimizer)
+        norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
+        if self.scaler.is_enabled():
+            before = self.scaler.get_scale()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.skipped_steps += self.scaler.get_scale() < before
+        else:
+            self.optimizer.step()
+        return {"loss": loss.detach(), "grad_norm": norm.detach()} | {
+            name: value.detach() for name, value in diagnostics.items()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "skipped_steps": self.skipped_steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+        self.skipped_steps = state["skipped_steps"]

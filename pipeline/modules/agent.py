@@ -1,0 +1,331 @@
+"""`think()`: sense, perceive (A), read the others (C), imagine (B), decide (D), act.
+
+A, B and C are frozen graphs loaded from disk; nothing here knows their classes. The same functions
+drive training rollouts and, exported whole, the ONNX file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.learning.losses import log_prob_of, masked_logits
+from pipeline.modules.contracts import (
+    BeliefDistribution,
+    Features,
+    ImaginedFuture,
+    RawObservation,
+    SocialPrediction,
+    rivals_of,
+)
+
+IMAGINED_DISCOUNT = 0.97
+
+
+class AgentState(NamedTuple):
+    """Everything the agent carries from tick to tick; all zeros at the start of a life."""
+
+    belief: Tensor
+    """float32 [., R] perception's recurrent state."""
+    social: Tensor
+    """float32 [., M, S] the social model's."""
+    goal: Tensor
+    """int64 [.] current goal."""
+    goal_age: Tensor
+    """int64 [.] ticks the goal has been pursued."""
+    clock: Tensor
+    """int64 [.] ticks lived; the meta-controller deliberates when it is a multiple of its period."""
+
+
+class Thoughts(NamedTuple):
+    """What can be read of one decision, besides the action."""
+
+    belief_mean: Tensor
+    belief_log_std: Tensor
+    goal_logits: Tensor
+    goal_dist_of_others: Tensor
+    next_action_of_others: Tensor
+    social_confidence: Tensor
+    social_reason: Tensor
+    candidates: Tensor
+    imagined_rewards: Tensor
+    imagined_meters: Tensor
+    imagined_return: Tensor
+    imagination_confidence: Tensor
+    uncertainty_reason: Tensor
+    action_logits: Tensor
+
+
+class Deciding(Protocol):
+    """Module D, as `modules.policy.Policy` in training and as `FrozenPolicy` afterwards."""
+
+    places: int
+    meta_period: int
+
+    def prior_logits(self, f: Features) -> Tensor: ...
+    def goal_ended(self, known_state: Tensor, goal: Tensor, age: Tensor) -> Tensor: ...
+    def goal_logits(
+        self, prior: Tensor, candidates: Tensor, returns: Tensor, confidence: Tensor
+    ) -> Tensor: ...
+    def action_logits(self, f: Features, goal: Tensor) -> Tensor: ...
+
+
+class FrozenPolicy(nn.Module):
+    """Module D from its frozen graphs, one for each of its four questions."""
+
+    def __init__(
+        self,
+        prior: nn.Module,
+        ended: nn.Module,
+        weigh: nn.Module,
+        act: nn.Module,
+        places: int,
+        meta_period: int,
+    ) -> None:
+        super().__init__()
+        self.prior, self.ended, self.weigh, self.act = prior, ended, weigh, act
+        self.places, self.meta_period = places, meta_period
+
+    def prior_logits(self, f: Features) -> Tensor:
+        return self.prior(*f)[0]
+
+    def goal_ended(self, known_state: Tensor, goal: Tensor, age: Tensor) -> Tensor:
+        return self.ended(known_state, goal, age)[0]
+
+    def goal_logits(
+        self, prior: Tensor, candidates: Tensor, returns: Tensor, confidence: Tensor
+    ) -> Tensor:
+        return self.weigh(prior, candidates, returns, confidence)[0]
+
+    def action_logits(self, f: Features, goal: Tensor) -> Tensor:
+        return self.act(*f, goal)[0]
+
+
+class Mind(nn.Module):
+    """The four modules together.
+
+    Args:
+        perceive, imagine_tick, read_others: the frozen graphs of A, B and C.
+        policy: module D, live or frozen.
+        candidates: C, how many goals are imagined when deliberating.
+        horizon: H, ticks imagined for each.
+    """
+
+    def __init__(
+        self,
+        perceive: Callable[..., tuple[Tensor, ...]],
+        imagine_tick: Callable[..., tuple[Tensor, ...]],
+        read_others: Callable[..., tuple[Tensor, ...]],
+        policy: Deciding,
+        candidates: int,
+        horizon: int,
+    ) -> None:
+        super().__init__()
+        self.perceive, self.imagine_tick, self.read_others = perceive, imagine_tick, read_others
+        self.policy, self.candidates, self.horizon = policy, candidates, horizon
+
+    def sense(
+        self, obs: RawObservation, belief_state: Tensor, social_state: Tensor
+    ) -> tuple[BeliefDistribution, SocialPrediction, Tensor, Features]:
+        """Run A and C for one tick; also returns C's new state and the features for D."""
+        belief = BeliefDistribution(
+            *self.perceive(
+                obs.view,
+                obs.occupancy,
+                obs.self_state,
+                obs.cues,
+                obs.visible,
+                obs.others_offset,
+                belief_state,
+            )
+        )
+        *predicted, social_state = self.read_others(
+            belief.mean,
+            belief.log_std,
+            belief.known_state,
+            belief.social_cues,
+            obs.visible,
+            obs.others_offset,
+            obs.others_action,
+            social_state,
+        )
+        social = SocialPrediction(*predicted)
+        features = Features(
+            belief.mean,
+            belief.log_std[..., : self.policy.places],
+            belief.known_state,
+            rivals_of(social),
+        )
+        return belief, social, social_state, features
+
+    def imagine(
+        self, belief_log_std: Tensor, f: Features, mask: Tensor, candidates: Tensor
+    ) -> tuple[ImaginedFuture, Tensor]:
+        """Roll each candidate goal out in the world model, the controller acting.
+
+        Args:
+            belief_log_std: float32 [., D]; f: features of now; mask: bool [., A]; candidates:
+                int64 [., C] goals.
+
+        Returns:
+            the futures, and each candidate's imagined discounted return float32 [., C].
+        """
+        c = candidates.shape[1]
+
+        def repeat(x: Tensor) -> Tensor:
+            return x.unsqueeze(1).expand(-1, c, *x.shape[1:]).flatten(0, 1)
+
+        goal = candidates.flatten()
+        mean, log_std, known, legal = (
+            repeat(x) for x in (f.mean, belief_log_std, f.known_state, mask)
+        )
+        rivals = repeat(f.rivals)
+        alive = torch.ones_like(mean[:, 0])
+        total, trust, novel = torch.zeros_like(alive), torch.ones_like(alive), alive < 0
+        steps: list[tuple[Tensor, ...]] = []
+        discount = 1.0
+        for _ in range(self.horizon):
+            now = Features(mean, log_std[:, : self.policy.places], known, rivals)
+            logits = masked_logits(self.policy.action_logits(now, goal), legal)
+            action = logits.argmax(-1)
+            mean, log_std, known, reward, survives, value, legal_logit, _, sure, new = (
+                self.imagine_tick(mean, log_std, known, action)
+            )
+            total = total + discount * alive * reward
+            alive = alive * survives
+            discount *= IMAGINED_DISCOUNT
+            trust, novel = trust * sure, novel | new
+            # One action is always legal; waiting stays so whatever the model thinks.
+            legal = (legal_logit > 0) | (legal_logit == legal_logit.amax(-1, keepdim=True))
+            steps.append((action, known, reward, alive, value))
+        total = total + discount * alive * value
+        confidence = trust.clamp_min(1e-9) ** (1 / self.horizon)
+        reason = torch.where(novel, 1, torch.where(confidence < 0.37, 2, 0)).long()
+        actions, knowns, rewards, continues, values = (
+            torch.stack(x, 1).unflatten(0, (-1, c)) for x in zip(*steps, strict=True)
+        )
+        future = ImaginedFuture(
+            actions,
+            knowns,
+            rewards,
+            continues,
+            values,
+            confidence.unflatten(0, (-1, c)),
+            reason.unflatten(0, (-1, c)),
+        )
+        return future, total.unflatten(0, (-1, c))
+
+    def explore(
+        self,
+        obs: RawObservation,
+        state: AgentState,
+        slice_: Tensor,
+        goal_noise: Tensor,
+        action_noise: Tensor,
+    ) -> tuple[Tensor, AgentState, dict[str, Tensor]]:
+        """One sampled tick for training, with everything an update needs to see it again.
+
+        Only the slots in `slice_` deliberate at this tick: slots are staggered over the clock, so
+        imagination costs a fixed part of the batch. The choice is the same as in `forward`, drawn
+        by the Gumbel-max trick instead of argmax.
+
+        Args:
+            slice_: int64 [S / meta_period] the slots whose clock says so.
+            goal_noise, action_noise: float32 [., G], [., A] Gumbel noise.
+
+        Returns:
+            action int64 [.], the new state, and the record (see `train_policy`).
+        """
+        belief, social, social_state, f = self.sense(obs, state.belief, state.social)
+        prior = self.policy.prior_logits(f)
+        part = Features(*(x[slice_] for x in f))
+        candidates = prior[slice_].topk(self.candidates, -1).indices
+        future, returns = self.imagine(
+            belief.log_std[slice_], part, obs.action_mask[slice_], candidates
+        )
+        considered = self.policy.goal_logits(
+            prior[slice_], candidates, returns, future.confidence
+        )
+        logits = prior.index_copy(0, slice_, considered.to(prior.dtype))
+        deliberate = torch.zeros_like(state.goal).index_fill(0, slice_, 1).bool()
+        decide = deliberate | self.policy.goal_ended(f.known_state, state.goal, state.goal_age)
+        goal = torch.where(decide, (logits + goal_noise).argmax(-1), state.goal)
+        goal_age = torch.where(decide, 0, state.goal_age) + 1
+        action_logits = masked_logits(self.policy.action_logits(f, goal), obs.action_mask)
+        action = (action_logits + action_noise).argmax(-1)
+
+        def spread(x: Tensor) -> Tensor:
+            whole = x.new_zeros((prior.shape[0], *x.shape[1:]))
+            return whole.index_copy(0, slice_, x)
+
+        record = {
+            **{f"f_{name}": value for name, value in f._asdict().items()},
+            "mask": obs.action_mask,
+            "goal": goal,
+            "action": action,
+            "decide": decide,
+            "deliberate": deliberate,
+            "candidates": spread(candidates),
+            "imagined_return": spread(returns),
+            "imagined_confidence": spread(future.confidence),
+            "goal_log_prob": log_prob_of(logits.float(), goal),
+            "action_log_prob": log_prob_of(action_logits, action),
+        }
+        state = AgentState(
+            belief.recurrent_state, social_state, goal, goal_age, state.clock + 1
+        )
+        return action, state, record
+
+    def forward(
+        self, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        """One deterministic tick: observation fields then state fields, both flat.
+
+        Returns:
+            action int64 [.], the five fields of the new `AgentState`, the fields of `Thoughts`.
+        """
+        obs = RawObservation(*tensors[: len(RawObservation._fields)])
+        state = AgentState(*tensors[len(RawObservation._fields) :])
+        belief, social, social_state, f = self.sense(obs, state.belief, state.social)
+
+        prior = self.policy.prior_logits(f)
+        candidates = prior.topk(self.candidates, -1).indices
+        future, returns = self.imagine(belief.log_std, f, obs.action_mask, candidates)
+        considered = self.policy.goal_logits(prior, candidates, returns, future.confidence)
+
+        deliberate = state.clock % self.policy.meta_period == 0
+        ended = self.policy.goal_ended(f.known_state, state.goal, state.goal_age)
+        logits = torch.where(deliberate[:, None], considered, prior)
+        decide = deliberate | ended
+        goal = torch.where(decide, logits.argmax(-1), state.goal)
+        goal_age = torch.where(decide, 0, state.goal_age) + 1
+
+        action_logits = masked_logits(self.policy.action_logits(f, goal), obs.action_mask)
+        thoughts = Thoughts(
+            belief.mean,
+            belief.log_std,
+            logits,
+            social.goal_dist,
+            social.next_action_dist,
+            social.confidence,
+            social.reason,
+            candidates,
+            future.rewards,
+            future.known_state[..., :8],
+            returns,
+            future.confidence,
+            future.uncertainty_reason,
+            action_logits,
+        )
+        return (
+            action_logits.argmax(-1),
+            belief.recurrent_state,
+            social_state,
+            goal,
+            goal_age,
+            state.clock + 1,
+            *thoughts,
+        )

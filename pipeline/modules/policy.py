@@ -1,0 +1,143 @@
+"""Module D: the meta-controller picks a readable goal, the controller picks every tick's action.
+
+D1 deliberates on a fixed clock (every `meta_period` ticks): it imagines the futures of its few
+likeliest goals in the world model and weighs them. Between those ticks a goal that has ended
+(target reached, too old, emergency) is replaced at once by D1's first thought, without imagination.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from pipeline.modules.contracts import METERS, Features, TownShape
+
+
+class Policy(nn.Module):
+    """Meta-controller and controller.
+
+    Args:
+        shape: sizes of the town.
+        belief_dim: D.
+        width: hidden units.
+        goal_targets: float32 [G, 8] meter levels at which each goal counts as reached (0 = not
+            asked for).
+        meta_period: ticks between deliberations, and the maximal age of a goal.
+        emergency: level of energy or health under which a goal that does not serve it is dropped.
+    """
+
+    goal_targets: Tensor
+
+    def __init__(
+        self,
+        shape: TownShape,
+        belief_dim: int,
+        width: int,
+        goal_targets: Tensor,
+        meta_period: int,
+        emergency: float,
+    ) -> None:
+        super().__init__()
+        self.shape, self.meta_period, self.emergency = shape, meta_period, emergency
+        self.places = 2 * shape.num_affordances
+        base = belief_dim + self.places + shape.self_dim + shape.num_goals
+        self.goal_prior = mlp(base + shape.num_affordances, width, shape.num_goals)
+        self.controller = mlp(base + shape.num_goals + 5, width, shape.num_actions)
+        # How much an imagined advantage speaks for a goal: starts at no influence.
+        self.future_weight = mlp(3, 16, 1)
+        nn.init.zeros_(self.future_weight[-1].weight)
+        nn.init.zeros_(self.future_weight[-1].bias)
+        self.register_buffer("goal_targets", goal_targets)
+
+    def _base(self, f: Features) -> Tensor:
+        return torch.cat([f.mean, f.log_std, f.known_state, f.rivals], -1)
+
+    def _cells(self, f: Features) -> Tensor:
+        """float32 [., F, 2] believed offsets in cells."""
+        offsets = f.mean[..., : self.places].unflatten(-1, (-1, 2))
+        return offsets * offsets.new_tensor([self.shape.width, self.shape.height])
+
+    def prior_logits(self, f: Features) -> Tensor:
+        """float32 [., G] D1's first thought, before imagination."""
+        distance = self._cells(f).abs().sum(-1) / (self.shape.width + self.shape.height)
+        return self.goal_prior(torch.cat([self._base(f), distance], -1))
+
+    def goal_logits(
+        self, prior: Tensor, candidates: Tensor, returns: Tensor, confidence: Tensor
+    ) -> Tensor:
+        """float32 [., G]: the prior, moved by the imagined futures of the candidates.
+
+        Args:
+            prior: float32 [., G]; candidates: int64 [., C]; returns: float32 [., C] imagined
+            discounted return; confidence: float32 [., C].
+        """
+        advantage = returns - returns.mean(-1, keepdim=True)
+        log_prior = prior.log_softmax(-1).gather(-1, candidates)
+        weight = self.future_weight(torch.stack([advantage, confidence, log_prior], -1)).squeeze(-1)
+        chosen = F.one_hot(candidates, prior.shape[-1]).to(prior.dtype)
+        return prior + torch.einsum("...c,...cg->...g", weight, chosen)
+
+    def action_logits(self, f: Features, goal: Tensor) -> Tensor:
+        """float32 [., A] of the controller pursuing `goal` int64 [.], before the mask."""
+        chosen = F.one_hot(goal, self.shape.num_goals).to(f.mean.dtype)
+        place = chosen[..., : self.shape.num_affordances]
+        offset = torch.einsum("...f,...fd->...d", place, self._cells(f))
+        spread = torch.einsum(
+            "...f,...fd->...d", place, f.log_std.unflatten(-1, (-1, 2))
+        )
+        there = place.sum(-1) * (-4 * offset.square().sum(-1)).exp()
+        target = torch.cat([offset.clamp(-4, 4) / 4, spread, there.unsqueeze(-1)], -1)
+        return self.controller(torch.cat([self._base(f), chosen, target], -1))
+
+    def goal_ended(self, known_state: Tensor, goal: Tensor, age: Tensor) -> Tensor:
+        """bool [.]: the goal's target is reached, it is too old, or there is an emergency.
+
+        An emergency is energy or health under the limit while the goal does not ask for it; it
+        gives every goal two ticks, so that a way out can begin.
+        """
+        meters = known_state[..., :METERS]
+        target = self.goal_targets[goal]
+        asked = target > 0
+        reached = asked.any(-1) & ((meters >= target) | ~asked).all(-1)
+        low = torch.stack([meters[..., 0], meters[..., 6]], -1) < self.emergency
+        served = torch.stack([asked[..., 0], asked[..., 6]], -1)
+        emergency = (low & ~served).any(-1) & (age >= 2)
+        return reached | emergency | (age >= self.meta_period)
+
+
+def mlp(inputs: int, width: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(inputs, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU(),
+        nn.Linear(width, outputs),
+    )  # fmt: skip
+
+
+class _Question(nn.Module):
+    """One of the policy's questions as a module of its own, to be frozen."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.policy = policy
+
+
+class PolicyPrior(_Question):
+    def forward(self, mean: Tensor, log_std: Tensor, known_state: Tensor, rivals: Tensor):
+        return (self.policy.prior_logits(Features(mean, log_std, known_state, rivals)),)
+
+
+class PolicyEnded(_Question):
+    def forward(self, known_state: Tensor, goal: Tensor, age: Tensor):
+        return (self.policy.goal_ended(known_state, goal, age),)
+
+
+class PolicyWeigh(_Question):
+    def forward(self, prior: Tensor, candidates: Tensor, returns: Tensor, confidence: Tensor):
+        return (self.policy.goal_logits(prior, candidates, returns, confidence),)
+
+
+class PolicyAct(_Question):
+    def forward(
+        self, mean: Tensor, log_std: Tensor, known_state: Tensor, rivals: Tensor, goal: Tensor
+    ):
+        return (self.policy.action_logits(Features(mean, log_std, known_state, rivals), goal),)

@@ -1,0 +1,169 @@
+"""agent: put the frozen A, B, C and D together as think() and export it as one ONNX graph."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pipeline.export.frozen import load_frozen, tensor_schema
+from pipeline.export.onnx import OPSET, export_onnx
+from pipeline.files import HamletError, write_card, write_json
+from pipeline.modules.agent import AgentState, FrozenPolicy, Mind, Thoughts
+from pipeline.modules.contracts import (
+    SOCIAL_REASONS,
+    UNCERTAINTY_REASONS,
+    RawObservation,
+    TownShape,
+    observation_from,
+)
+from pipeline.serving.agent import NEXT, STATE, OnnxAgent
+from stages import paths
+from stages.collect import make_town
+from stages.common import progress, stage, threads
+
+TOLERANCE = 1e-4
+PARITY_BATCHES = (1, 7, 256)
+OUTPUTS = (
+    "action",
+    *(NEXT + name for name in AgentState._fields),
+    *Thoughts._fields,
+)
+
+
+def limits(shape: TownShape) -> dict[str, list[float]]:
+    """Inclusive range of every observation field that has one."""
+    return {
+        "view": [0, shape.num_cell_codes - 1],
+        "occupancy": [0, shape.num_others],
+        "self_state": [-1, 10],
+        "cues": [0, 1],
+        "others_offset": [-32, 32],
+        "others_action": [0, shape.num_actions],
+        "comm": [0, 1023],
+    }
+
+
+def blank(slots: int, recurrent_dim: int, others: int, social_dim: int) -> AgentState:
+    zeros = torch.zeros(slots, dtype=torch.int64)
+    return AgentState(
+        torch.zeros(slots, recurrent_dim), torch.zeros(slots, others, social_dim), *[zeros] * 3
+    )
+
+
+def main() -> None:
+    with stage("agent") as s:
+        town = make_town(s.params, held_out=True)
+        shape = TownShape.of(town)
+        cards, graphs = {}, {}
+        files = {
+            "perception": paths.PERCEPTION,
+            "world_model": paths.WORLD_MODEL,
+            "social": paths.SOCIAL,
+            **{f"policy_{part}": path for part, path in paths.POLICY.items()},
+        }
+        for kind, path in files.items():
+            graphs[kind], cards[kind] = load_frozen(path, shape.pack_hash)
+        decided = cards["policy_prior"]
+        for kind in ("perception", "world_model", "social"):
+            if decided["upstream"][kind] != cards[kind]["sha256"]:
+                raise HamletError(
+                    f"the policy was trained on another {files[kind]}: its card names "
+                    f"{decided['upstream'][kind]}, the file is {cards[kind]['sha256']}",
+                    "run `dvc repro`",
+                )
+        policy = FrozenPolicy(
+            *(graphs[f"policy_{part}"] for part in paths.POLICY),
+            places=decided["places"],
+            meta_period=decided["meta_period"],
+        )
+        mind = Mind(
+            graphs["perception"],
+            graphs["world_model"],
+            graphs["social"],
+            policy,
+            decided["candidates"],
+            decided["horizon"],
+        )
+        worlds = -(-max(PARITY_BATCHES) // shape.num_agents)
+        world = town.reset(s.params.seed + 2, worlds)
+        dims = (cards["perception"]["recurrent_dim"], shape.num_others)
+        sizes = (*dims, cards["social"]["recurrent_dim"])
+        obs = observation_from(town.observe(world), 2)
+        inputs = dict(
+            zip(
+                [*RawObservation._fields, *(STATE + name for name in AgentState._fields)],
+                [*(x[:4] for x in obs), *blank(4, *sizes)],
+                strict=True,
+            )
+        )
+        export_onnx(mind, inputs, OUTPUTS, paths.AGENT)
+        with torch.no_grad():
+            produced = mind(*inputs.values())
+        write_card(
+            paths.AGENT,
+            kind="agent",
+            schema={
+                "inputs": tensor_schema(list(inputs), list(inputs.values())),
+                "outputs": tensor_schema(OUTPUTS, produced),
+            },
+            pack=shape.pack_hash,
+            upstream={kind: card["sha256"] for kind, card in cards.items()},
+            extra={
+                "town": shape.to_dict(),
+                "opset": OPSET,
+                "limits": limits(shape),
+                "reasons": {
+                    "uncertainty": list(UNCERTAINTY_REASONS),
+                    "social": list(SOCIAL_REASONS),
+                },
+            },
+        )
+
+        agent = OnnxAgent(paths.AGENT, threads=threads())
+        state = blank(worlds * shape.num_agents, *sizes)
+        theirs = {batch: agent.start(batch) for batch in PARITY_BATCHES}
+        worst = dict.fromkeys(PARITY_BATCHES, 0.0)
+        different = dict.fromkeys(PARITY_BATCHES, 0)
+        for _ in progress(s.params.agent.parity_ticks, "agent: parity"):
+            obs = observation_from(town.observe(world), 2)
+            with torch.no_grad():
+                ours = mind(*obs, *state)
+            for batch in PARITY_BATCHES:
+                fields = {
+                    name: x[:batch].numpy() for name, x in zip(obs._fields, obs, strict=True)
+                }
+                decision = agent.act(fields, theirs[batch])
+                theirs[batch] = decision.state
+                got = [decision.action, *decision.state.values(), *decision.thoughts.values()]
+                for name, left, right in zip(OUTPUTS, ours, got, strict=True):
+                    gap = difference(left[:batch], torch.from_numpy(right))
+                    if left.is_floating_point():
+                        worst[batch] = max(worst[batch], gap)
+                    elif name == "action":
+                        different[batch] += int((left[:batch].numpy() != right).sum())
+            state = AgentState(*ours[1 : 1 + len(AgentState._fields)])
+            world = town.step_core(world, ours[0].unflatten(0, (-1, shape.num_agents)))
+        numbers = {
+            **{f"parity_batch_{batch}": gap for batch, gap in worst.items()},
+            **{f"different_actions_batch_{batch}": n for batch, n in different.items()},
+            "onnx_bytes": paths.AGENT.stat().st_size,
+        }
+        write_json(paths.metrics("agent"), numbers)
+        s.run.metrics(numbers)
+        if max(worst.values()) > TOLERANCE or any(different.values()):
+            raise HamletError(
+                f"agent.onnx differs from PyTorch: {sum(different.values())} actions, floats by "
+                f"up to {max(worst.values()):.2g}",
+                "run `hamlet doctor`: these versions of torch and onnxruntime do not agree",
+            )
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """Largest absolute difference; entries that forbid an action count as equal."""
+    a, b = a.double(), b.double()
+    both_forbidden = (a < -1e30) & (b < -1e30)
+    return torch.where(both_forbidden, 0.0, (a - b).abs()).max().item()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""collect: scripted personalities play the town; what they saw is kept beside what was true."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDict
+
+from pipeline.files import HamletError, atomic_dir, require_space, write_card, write_json
+from pipeline.learning.train_social import others_of
+from pipeline.modules.contracts import OBSERVATION_DTYPES, TownShape
+from pipeline.params import Params
+from pipeline.town import Scripted, Town, load_pack
+from pipeline.town.personalities import HELD_OUT, TRAIN
+from stages import paths
+from stages.common import progress, stage
+
+HELD_OUT_SEED = 1  # added to the seed: other worlds, other maps
+
+
+def make_town(params: Params, held_out: bool = False) -> Town:
+    """The town of params.yaml; the held-out one has maps that training never saw."""
+    return Town(
+        load_pack(params.town.pack),
+        num_layouts=params.town.layouts,
+        layout_seed=params.seed + (1_000_003 if held_out else 0),
+    )
+
+
+def record(town: Town, state: TensorDict, players: Scripted, memory: TensorDict):
+    """Play one tick; returns the new state and memory, and the tick [B] as the data set holds it."""
+    obs = town.observe(state)
+    actions, goals, memory = players.act(state, memory)
+    after = town.step_and_reset_core(state, actions)
+    tick = TensorDict(
+        {
+            **{name: obs[name] for name in OBSERVATION_DTYPES},
+            "action": actions,
+            "goal": goals,
+            "reward": after["reward"],
+            "done": after["done"],
+            "alive": state["alive"],
+            "first": state["tick"] == 0,
+            "meters": state["meters"],
+            "position": state["position"],
+            "others_meters": others_of(state["meters"].unsqueeze(0))[0],
+            "hour": state["hour"],
+            "places": town.affordance_cells[state["layout"]].to(torch.int16),
+        },
+        batch_size=state.batch_size,
+    )
+    return after, memory, tick
+
+
+def main() -> None:
+    with stage("collect") as s:
+        params = s.params.collect
+        for section in ("perception", "social"):
+            chunk = getattr(s.params, section).chunk
+            if params.ticks % chunk:
+                raise HamletError(
+                    f"params.yaml: collect.ticks is {params.ticks}, not a multiple of "
+                    f"{section}.chunk ({chunk})",
+                    f"set collect.ticks to {-(-params.ticks // chunk) * chunk}",
+                )
+        known, unknown = make_town(s.params), make_town(s.params, held_out=True)
+        seed = s.params.seed
+        groups = [
+            (known, Scripted(known, [*TRAIN, "expert", "random"], seed), params.worlds, seed),
+            (
+                unknown,
+                Scripted(unknown, list(HELD_OUT), seed),
+                params.held_out_worlds,
+                seed + HELD_OUT_SEED,
+            ),
+        ]
+        states = [town.reset(world_seed, worlds) for town, _, worlds, world_seed in groups]
+        memories = [group[1].reset(state) for group, state in zip(groups, states, strict=True)]
+        lived, total = 0.0, 0.0
+        with atomic_dir(paths.DATASET) as folder:
+            data: TensorDict | None = None
+            for t in progress(params.ticks, "collect"):
+                ticks = []
+                for i, (town, players, _, _) in enumerate(groups):
+                    states[i], memories[i], tick = record(town, states[i], players, memories[i])
+                    ticks.append(tick)
+                tick = torch.cat(ticks)
+                if data is None:
+                    shape = (params.ticks, *tick.batch_size)
+                    size = sum(v.nbytes for v in tick.values()) * params.ticks
+                    require_space(paths.DATASET, size)
+                    data = tick.unsqueeze(0).expand(shape).memmap_like(folder)
+                data[t] = tick
+                lived += tick["alive"].sum().item()
+                total += tick["reward"].sum().item()
+            assert data is not None
+            deaths = data["done"].sum().item()
+        shape_of_town = TownShape.of(known)
+        write_card(
+            paths.DATASET,
+            kind="dataset",
+            schema={
+                "fields": [
+                    {
+                        "name": name,
+                        "dtype": str(value.dtype).removeprefix("torch."),
+                        "shape": list(value.shape),
+                    }
+                    for name, value in sorted(data.items())
+                ]
+            },
+            pack=known.pack.content_hash,
+            extra={
+                "town": shape_of_town.to_dict(),
+                "worlds": params.worlds,
+                "held_out_worlds": params.held_out_worlds,
+                "personalities": list(TRAIN),
+                "held_out_personalities": list(HELD_OUT),
+            },
+        )
+        numbers = {
+            "agent_ticks": lived,
+            "mean_reward": total / max(lived, 1.0),
+            "lives_ended": deaths,
+            "share_alive": lived / data["alive"].numel(),
+        }
+        write_json(paths.metrics("collect"), numbers)
+        s.run.metrics(numbers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""A trainer's log as a stage keeps it: progress on the screen, MLflow, and a curve for DVC."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable
+from pathlib import Path
+
+from torch import Tensor
+
+from pipeline.files import atomic_path
+from stages.common import Stage, progress
+
+
+class StageLog:
+    """Implements `pipeline.learning.log.Log`.
+
+    Args:
+        stage: the running stage.
+        folder: its checkpoint folder; the curve so far is kept there, for a resumed run.
+        every: steps between rows.
+    """
+
+    def __init__(self, stage: Stage, folder: Path, every: int) -> None:
+        self.stage, self.every = stage, every
+        self.kept = folder / "curve.csv"
+        self.rows: list[dict[str, float]] = []
+        self.bar: progress[int] | None = None
+
+    def steps(self, total: int, start: int) -> Iterable[int]:
+        if start and self.kept.exists():
+            with self.kept.open() as file:
+                rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
+            self.rows = [row for row in rows if row["step"] < start]
+        self.bar = progress(total, self.stage.name, start)
+        return self.bar
+
+    def record(self, step: int, metrics: dict[str, Tensor]) -> None:
+        if step % self.every:
+            return
+        values = {name: value.item() for name, value in metrics.items()}
+        self.stage.run.metrics(values, step)
+        self.rows.append({"step": step, **values})
+        self.write(self.kept)
+        if self.bar:
+            self.bar.note(**dict(list(values.items())[:3]))
+
+    def write(self, path: Path) -> None:
+        """The curve as CSV, one row per recorded step, six significant digits."""
+        names = list(dict.fromkeys(name for row in self.rows for name in row))
+        with atomic_path(path) as temporary, temporary.open("w", newline="") as file:
+            writer = csv.DictWriter(file, names, lineterminator="\n")
+            writer.writeheader()
+            for row in self.rows:
+                writer.writerow({k: f"{v:.6g}" for k, v in row.items()})

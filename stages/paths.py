@@ -1,0 +1,24 @@
+"""Where the pipeline keeps what it makes; the same names as in dvc.yaml."""
+
+from pathlib import Path
+
+ARTIFACTS = Path("artifacts")
+DATASET = ARTIFACTS / "dataset"
+PERCEPTION_WEIGHTS = ARTIFACTS / "perception.pt"
+PERCEPTION = ARTIFACTS / "perception.pt2"
+WORLD_MODEL = ARTIFACTS / "world_model.pt2"
+SOCIAL = ARTIFACTS / "social.pt2"
+POLICY = {
+    part: ARTIFACTS / f"policy_{part}.pt2" for part in ("prior", "ended", "weigh", "act")
+}
+AGENT = ARTIFACTS / "agent.onnx"
+REPORT = ARTIFACTS / "REPORT.md"
+EPISODE = ARTIFACTS / "episode.gif"
+
+
+def metrics(stage: str) -> Path:
+    return ARTIFACTS / "metrics" / f"{stage}.json"
+
+
+def curve(stage: str) -> Path:
+    return ARTIFACTS / "plots" / f"{stage}.csv"

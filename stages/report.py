@@ -1,0 +1,77 @@
+"""REPORT.md: what each module learned, beside its trivial baseline, from the metrics files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.files import atomic_path
+
+# metric, what it says, the metric it must beat (None: stands alone)
+MODULE_ROWS = {
+    "perception": [
+        ("map_seen_accuracy", "map, cells seen before", "map_seen_accuracy_last_view"),
+        ("map_unseen_accuracy", "map, cells never seen", "map_unseen_accuracy_prior"),
+        ("view_accuracy", "this tick's view, from the belief", None),
+        ("next_view_accuracy", "next tick's view", "next_view_accuracy_persistence"),
+        ("others_meters_error", "others' hidden meters, mean error", "others_meters_error_mean"),
+        ("map_ece", "calibration error of the map", None),
+    ],
+    "world_model": [
+        ("meter_error_1_over_persistence", "meter error after 1 tick / persistence", None),
+        ("meter_error_5_over_persistence", "meter error after 5 ticks / persistence", None),
+        ("meter_error_15_over_persistence", "meter error after 15 ticks / persistence", None),
+        ("reward_r2", "reward, R2", None),
+        ("continue_auroc", "survival, AUROC", None),
+        ("value_explained_variance", "value, explained variance", None),
+        ("doubt_error_correlation_1", "disagreement against error, correlation", None),
+    ],
+    "social": [
+        ("goal_accuracy", "others' hidden goal", "goal_accuracy_prior"),
+        ("goal_accuracy_after_1", "after 1 tick in sight", "goal_accuracy_prior"),
+        ("goal_accuracy_after_5", "after 5 ticks", "goal_accuracy_prior"),
+        ("goal_accuracy_after_20", "after 20 ticks", "goal_accuracy_prior"),
+        ("next_action_accuracy", "others' next action", "next_action_accuracy_prior"),
+    ],
+}
+
+
+def write_report(path: Path, metrics: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write the report; every number comes from `metrics`."""
+    evaluate = metrics["evaluate"]
+    lines = [
+        "# Report",
+        "",
+        "Written by the `evaluate` stage from `artifacts/metrics`. All worlds, maps and co-players",
+        "are held out.",
+        "",
+        "## The agent (agent.onnx in ONNX Runtime)",
+        "",
+        "| player | mean return | mean life, ticks | retired |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name, score in sorted(evaluate["scores"].items(), key=lambda x: x[1]["mean_return"]):
+        lines.append(
+            f"| {name} | {score['mean_return']:.1f} | {score['survival']:.1f} | "
+            f"{score['retired_fraction']:.3f} |"
+        )
+    low, high = evaluate["ratio_over_rest_ci95"]
+    lines += [
+        "",
+        f"Over always-REST: {evaluate['ratio_over_rest']:.2f} times (95 % {low:.2f} to {high:.2f}). "
+        f"Normalised score (0 = always-REST, 1 = expert with the map): "
+        f"{evaluate['normalised_score']:.3f}.",
+    ]
+    for name, rows in MODULE_ROWS.items():
+        lines += ["", f"## {name}", "", "| what | value | baseline |", "| --- | --- | --- |"]
+        for key, what, baseline in rows:
+            beside = f"{metrics[name][baseline]:.3f}" if baseline else ""
+            lines.append(f"| {what} | {metrics[name][key]:.3f} | {beside} |")
+    lines += ["", "## Exactness", "", "| what | largest difference |", "| --- | --- |"]
+    for name, what in (("freeze_perception", "perception.pt2"), ("agent", "agent.onnx")):
+        for key, value in metrics[name].items():
+            if key.startswith("parity_batch_"):
+                lines.append(f"| {what}, {key.removeprefix('parity_')} | {value:.1e} |")
+    with atomic_path(path) as temporary:
+        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")

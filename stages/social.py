@@ -1,0 +1,56 @@
+"""social: train module C with true goals as labels, on the frozen perception, and freeze it."""
+
+from __future__ import annotations
+
+import torch
+
+from pipeline.export.frozen import freeze, load_frozen
+from pipeline.files import write_json
+from pipeline.learning.train_social import evaluate_social, train_social, with_labels
+from pipeline.modules.contracts import SocialPrediction
+from stages import paths
+from stages.common import stage
+from stages.data import load_beliefs, load_dataset
+from stages.log import StageLog
+
+
+def main() -> None:
+    with stage("social") as s:
+        params, seed = s.params.social, s.params.seed
+        recorded = load_dataset(s.params)
+        perceive, upstream = load_frozen(paths.PERCEPTION, recorded.shape.pack_hash)
+        data = with_labels(recorded.data, load_beliefs(recorded, perceive, upstream))
+        folder = s.checkpoint_dir("pipeline/modules/social.py", "pipeline/learning", extra=upstream)
+        log = StageLog(s, folder, every=10)
+        model = train_social(
+            data, recorded.training, recorded.shape, params, seed, folder / "checkpoint.pt", log
+        )
+        numbers = evaluate_social(model, data, recorded.held_out, params.chunk)
+        shape, d = recorded.shape, upstream["belief_dim"]
+        m = shape.num_others
+        freeze(
+            model,
+            {
+                "mean": torch.zeros(4, d),
+                "log_std": torch.zeros(4, d),
+                "known_state": torch.rand(4, shape.self_dim),
+                "cues": torch.zeros(4, m, shape.num_cues),
+                "visible": torch.ones(4, m, dtype=torch.bool),
+                "others_offset": torch.zeros(4, m, 2),
+                "others_action": torch.zeros(4, m, dtype=torch.int64),
+                "recurrent_state": torch.zeros(4, m, model.recurrent_dim),
+            },
+            (*SocialPrediction._fields, "recurrent_state"),
+            paths.SOCIAL,
+            kind="social",
+            pack=shape.pack_hash,
+            upstream={"perception": upstream["sha256"], "dataset": recorded.card["sha256"]},
+            extra={"recurrent_dim": model.recurrent_dim},
+        )
+        log.write(paths.curve("social"))
+        write_json(paths.metrics("social"), numbers)
+        s.run.metrics(numbers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Public cues: what others can tell from looking at an agent, derived from what they cannot see."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from pipeline.town.config import Cue, CueTest, Pack
+from pipeline.town.random import tick_hash, to_unit
+
+STREAM = 256  # first stream of the counter hash; stream + cue * agents + agent
+
+
+class CueRules:
+    """The cues of a pack, evaluated for all agents of all worlds at once."""
+
+    def __init__(self, pack: Pack, device: torch.device):
+        self.pack, self.device = pack, device
+        self.meters = {name: i for i, name in enumerate(pack.meter_names)}
+        self.affordances = {name: i for i, name in enumerate(pack.affordance_names)}
+        self.actions = {name: i for i, name in enumerate(pack.action_names)}
+        self.by_priority = sorted(range(len(pack.cues)), key=lambda i: (-pack.cues[i].priority, i))
+        self.streaks = [i for i, cue in enumerate(pack.cues) if cue.streak > 1]
+        self.decays = [i for i, cue in enumerate(pack.cues) if cue.decay]
+
+    def initial(self, agents: int, worlds: int, device: torch.device) -> dict[str, Tensor]:
+        """Counters at the start of a life: uint8 [cues with a counter, N, B]."""
+
+        def blank(rows: int) -> Tensor:
+            return torch.zeros((rows, agents, worlds), dtype=torch.uint8, device=device)
+
+        found = {}
+        if self.streaks:
+            found["cue_streak"] = blank(len(self.streaks))
+        if self.decays:
+            found["cue_hold"] = blank(len(self.decays))
+        return found
+
+    def update(
+        self, s: dict[str, Tensor], meters: list[Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The cues each agent shows after a tick.
+
+        Args:
+            s: agent-major state fields; `used`, `place`, `last_action`, `key`, `tick`, counters.
+            meters: one f32 [N, B] per meter.
+
+        Returns:
+            int32 [N, B], bit c set when cue c shows; and the new counters.
+        """
+        n = s["used"].shape[0]
+        agent = torch.arange(n, device=s["used"].device)[:, None]
+        streaks, holds = [], []
+        shows: dict[int, Tensor] = {}
+        for number, cue in enumerate(self.pack.cues):
+            raised = self._tests(cue, s, meters)
+            if cue.streak > 1:
+                count = s["cue_streak"][self.streaks.index(number)]
+                count = torch.where(raised, (count + 1).clamp(max=cue.streak), 0).to(torch.uint8)
+                streaks.append(count)
+                raised = count >= cue.streak
+            if cue.decay:
+                left = s["cue_hold"][self.decays.index(number)]
+                held = left > 0
+                left = torch.where(held, left - 1, left)
+                holds.append(torch.where(raised, cue.decay, left).to(torch.uint8))
+                raised = raised | held
+            if cue.reliability < 1.0 or cue.false_positive > 0.0:
+                stream = STREAM + number * n + agent
+                draw = to_unit(tick_hash(s["key"], s["tick"].long(), stream))
+                raised = torch.where(raised, draw < cue.reliability, draw < cue.false_positive)
+            shows[number] = raised
+        bits = torch.zeros_like(s["used"])
+        count = torch.zeros_like(bits)
+        for number in self.by_priority:
+            shown = shows[number] & (count < self.pack.cues_broadcast)
+            count = count + shown.int()
+            bits = bits | (shown.int() << number)
+        timers = {}
+        if streaks:
+            timers["cue_streak"] = torch.stack(streaks)
+        if holds:
+            timers["cue_hold"] = torch.stack(holds)
+        return bits, timers
+
+    def allowed(self, apart: Tensor, kin: Tensor) -> Tensor:
+        """Bits an observer may read: by Chebyshev distance and kinship; int32 [N, B]."""
+        bits = torch.zeros_like(apart)
+        for number, cue in enumerate(self.pack.cues):
+            if cue.visibility == "private":
+                continue
+            near = apart <= (
+                self.pack.cue_distance if cue.distance_limit is None else cue.distance_limit
+            )
+            near = near & kin if cue.visibility == "family" else near
+            bits = bits | (near.int() << number)
+        return bits
+
+    def _tests(self, cue: Cue, s: dict[str, Tensor], meters: list[Tensor]) -> Tensor:
+        if cue.all_of:
+            return reduce(torch.logical_and, [self._test(t, s, meters) for t in cue.all_of])
+        return reduce(torch.logical_or, [self._test(t, s, meters) for t in cue.any_of])
+
+    def _test(self, test: CueTest, s: dict[str, Tensor], meters: list[Tensor]) -> Tensor:
+        if test.meter is not None:
+            value = meters[self.meters[test.meter]]
+            return value < test.below if test.below is not None else value > test.above
+        if test.using is not None:
+            return self._among(s["used"], [self.affordances[name] for name in test.using])
+        if test.at is not None:
+            return self._among(s["place"], [self.affordances[name] for name in test.at])
+        assert test.action is not None
+        return self._among(s["last_action"], [self.actions[name] for name in test.action])
+
+    @staticmethod
+    def _among(code: Tensor, options: list[int]) -> Tensor:
+        return reduce(torch.logical_or, [code == option for option in options])

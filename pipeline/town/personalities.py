@@ -1,0 +1,120 @@
+"""Who lives in a town: scripted characters from AgentDNA, experts and baselines.
+
+A character is a row of the parameters that `pipeline.town.players` plays by. AgentDNA bends the
+expert's parameters: neuroticism acts early and fears low meters, greed values money,
+agreeableness values company and keeps out of others' way, curiosity wanders.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeline.town.config import Pack
+
+# Marginal value, fear weight and comfort level per meter: value(x) = a x - b max(0, c - x)^2.
+METER_DEFAULTS: dict[str, tuple[float, float, float]] = {
+    "energy": (1.0, 2.0, 0.5),
+    "hygiene": (0.05, 1.0, 0.45),
+    "satiation": (0.1, 2.0, 0.5),
+    "money": (0.3, 1.0, 0.4),
+    "mood": (0.05, 1.0, 0.45),
+    "social": (0.05, 1.0, 0.45),
+    "health": (1.0, 2.0, 0.5),
+    "fitness": (0.2, 0.5, 0.5),
+}
+OTHER_DEFAULTS = {
+    "overhead": 2.0,  # ticks added to every plan: small means impatient
+    "persistence": 0.3,  # bonus for what the agent is already heading to or doing
+    "occupied_wait": 3.0,  # ticks expected to be lost per agent already in the place
+    "rest_bonus": 0.0,  # added to the value per tick of resting
+    "explore_rate": 0.01,  # value per tick of looking at unseen cells
+    "wander": 0.0,  # probability that a stretch of ticks is spent wandering
+}
+
+
+@dataclass(frozen=True)
+class AgentDNA:
+    """Inherited temper, each in [0, 1]; 0.5 is the expert's own."""
+
+    neuroticism: float = 0.5
+    greed: float = 0.5
+    agreeableness: float = 0.5
+    curiosity: float = 0.5
+
+
+DNA: dict[str, AgentDNA] = {
+    "steady": AgentDNA(0.5, 0.5, 0.5, 0.1),
+    "worrier": AgentDNA(1.0, 0.4, 0.4, 0.0),
+    "worker": AgentDNA(0.5, 1.0, 0.2, 0.0),
+    "socialite": AgentDNA(0.4, 0.2, 1.0, 0.2),
+    "wanderer": AgentDNA(0.3, 0.3, 0.5, 1.0),
+    "easygoing": AgentDNA(0.0, 0.2, 0.6, 0.3),
+    "hustler": AgentDNA(0.8, 0.9, 0.0, 0.4),
+    "neighbour": AgentDNA(0.7, 0.5, 0.9, 0.0),
+    "recluse": AgentDNA(0.9, 0.6, 0.0, 0.0),
+    "dreamer": AgentDNA(0.1, 0.1, 0.8, 0.8),
+    "tycoon": AgentDNA(0.2, 1.0, 0.7, 0.6),
+}
+TRAIN = (
+    "steady", "worrier", "worker", "socialite", "wanderer", "easygoing", "hustler", "neighbour",
+)  # fmt: skip
+HELD_OUT = ("recluse", "dreamer", "tycoon")
+EXPERTS = ("expert", "expert_ignoring", "expert_sightings", "expert_sightings_ignoring")
+BASELINES = ("random", "rest")
+NAMES = (*TRAIN, *HELD_OUT, *EXPERTS, *BASELINES)
+
+
+def parameter_names(pack: Pack) -> tuple[str, ...]:
+    """Order of a character's parameters: value, fear and comfort per meter, then the others."""
+    per_meter = (
+        f"{kind}.{meter}" for kind in ("value", "fear", "comfort") for meter in pack.meter_names
+    )
+    return (*per_meter, *OTHER_DEFAULTS)
+
+
+def default_parameters(pack: Pack) -> dict[str, float]:
+    """Untuned parameters, for packs whose experts were not tuned yet."""
+    found: dict[str, float] = {}
+    for meter in pack.meter_names:
+        value, fear, comfort = METER_DEFAULTS.get(meter, (0.1, 1.0, 0.4))
+        found |= {f"value.{meter}": value, f"fear.{meter}": fear, f"comfort.{meter}": comfort}
+    return found | OTHER_DEFAULTS
+
+
+def parameters(pack: Pack, name: str) -> dict[str, float]:
+    """The parameters a named character plays by in this pack."""
+    base = default_parameters(pack)
+    if "expert" in pack.experts:
+        base |= pack.experts["expert"].parameters
+    if name in pack.experts:
+        base |= pack.experts[name].parameters
+    elif name.endswith("_ignoring"):
+        base |= parameters(pack, name.removesuffix("_ignoring")) | {"occupied_wait": 0.0}
+    if name in DNA:
+        base = bend(base, DNA[name])
+    return base
+
+
+def bend(base: dict[str, float], dna: AgentDNA) -> dict[str, float]:
+    """A character: the expert's parameters bent by its DNA."""
+
+    def factor(gene: float, strength: float) -> float:
+        return strength ** (2.0 * gene - 1.0)
+
+    bent = dict(base)
+    for name in base:
+        kind, _, meter = name.partition(".")
+        if not meter:
+            continue
+        if meter == "money":
+            bent[name] *= factor(dna.greed, 1.4 if kind == "comfort" else 3.0)
+        elif kind == "fear":
+            bent[name] *= factor(dna.neuroticism, 2.0)
+        elif kind == "comfort":
+            bent[name] = min(0.95, bent[name] * factor(dna.neuroticism, 1.4))
+        if meter in ("social", "mood") and kind != "comfort":
+            bent[name] *= factor(dna.agreeableness, 3.0)
+    bent["occupied_wait"] *= factor(dna.agreeableness, 2.5)
+    bent["persistence"] *= factor(1.0 - dna.curiosity, 1.5)
+    bent["wander"] = 0.2 * dna.curiosity**2
+    return bent

@@ -1,0 +1,355 @@
+"""Scripted players: a utility-rate planner, vectorised like the town.
+
+For every place an agent could use, the planner foresees the walk, the wait for opening, the ticks
+it can stay and pay, and what its meters will then be; it goes where the gain in value per tick is
+largest, or rests, or explores. All players are this planner with other parameters, apart from two
+baselines. Nothing is remembered but what the agent has seen, and that only where a player does not
+know the map: a started use and a chosen way are read from the state, so that a player can label
+states that somebody else brought about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from pipeline.town import personalities
+from pipeline.town.config import BASE_ACTIONS
+from pipeline.town.random import counter_uniform
+from pipeline.town.town import DOWN, INTERACT, LEFT, RIGHT, UP, WAIT, Town
+
+STREAM_CHARACTER, STREAM_RANDOM, STREAM_WANDER = 4096, 4224, 8192
+ALWAYS = 1000  # ticks a place that never closes stays open
+STRETCH = 16  # ticks for which a wandering mood lasts
+
+
+class Scripted:
+    """Scripted players for every agent of every world of a town.
+
+    Args:
+        town: the town they live in.
+        names: characters (see `personalities.NAMES`); each (world, episode, agent) is given one of
+            them by a counter hash. None means all training personalities.
+        seed: of that assignment.
+
+    Raises:
+        ValueError: for a name that does not exist.
+    """
+
+    def __init__(self, town: Town, names: Sequence[str] | None = None, seed: int = 0):
+        names = tuple(personalities.TRAIN if names is None else names)
+        unknown = [name for name in names if name not in personalities.NAMES]
+        if unknown or not names:
+            raise ValueError(
+                f"names: unknown character {unknown[:1] or '(none)'}; use some of "
+                f"{', '.join(personalities.NAMES)}"
+            )
+        rows = [personalities.parameters(town.pack, name) for name in names]
+        self.names, self.seed = names, seed
+        self._setup(
+            town,
+            torch.tensor(
+                [[row[key] for key in personalities.parameter_names(town.pack)] for row in rows],
+                dtype=torch.float32,
+            ),
+            sightings=[name.startswith("expert_sightings") for name in names],
+            kinds=[
+                personalities.BASELINES.index(n) + 1 if n in personalities.BASELINES else 0
+                for n in names
+            ],
+        )
+
+    @classmethod
+    def from_parameters(cls, town: Town, table: Tensor, sightings: bool = False) -> Scripted:
+        """One player per row of `table` f32 [P, K]; world w is played by row w % P (tuning)."""
+        player = cls.__new__(cls)
+        player.names, player.seed = (), None
+        player._setup(town, table, [sightings] * len(table), [0] * len(table))
+        return player
+
+    def _setup(self, town: Town, table: Tensor, sightings: list[bool], kinds: list[int]) -> None:
+        self.town = town
+        self._keys = personalities.parameter_names(town.pack)
+        self._table = table.to(town.device)
+        self._sightings = torch.tensor(sightings, device=town.device)
+        self._any_sightings = any(sightings)
+        self._kinds = torch.tensor(kinds, device=town.device)
+        self._any_baseline = any(kinds)
+        self._wanders = bool((table[:, self._keys.index("wander")] > 0).any())
+        self._cells = town.width * town.height
+        self._build_hours()
+
+    def _build_hours(self) -> None:
+        """Ticks until open and ticks left open, int64 [P * 24 * F] by phase, hour, affordance."""
+        town = self.town
+        f = town.num_affordances
+        until, left = [], []
+        for row in town._open_bits.table[:, :f].tolist():
+            for hour in range(24):
+                for bits in row:
+                    opens = [bool(bits >> ((hour + k) % 24) & 1) for k in range(48)]
+                    if not town.pack.temporal or all(opens):
+                        until.append(0)
+                        left.append(ALWAYS)
+                        continue
+                    wait = opens.index(True) if any(opens) else ALWAYS
+                    until.append(wait)
+                    after = opens[wait:] if wait < ALWAYS else [False]
+                    left.append(after.index(False) if False in after else ALWAYS)
+        self._until = torch.tensor(until, device=town.device)
+        self._left = torch.tensor(left, device=town.device)
+
+    # ------------------------------------------------------------------ interface
+
+    def reset(self, state: TensorDict) -> TensorDict:
+        """Memory for fresh worlds: TensorDict of batch [B]."""
+        b, n = state.batch_size[0], self.town.num_agents
+        memory = {"character": self._characters(state)}
+        if self._any_sightings:
+            memory["seen"] = torch.zeros(
+                (b, n, self._cells), dtype=torch.bool, device=self.town.device
+            )
+        return TensorDict(memory, batch_size=[b])
+
+    def act(self, state: TensorDict, memory: TensorDict) -> tuple[Tensor, Tensor, TensorDict]:
+        """What each agent does and what for.
+
+        Returns:
+            actions int64 [B, N] (always legal), goals int64 [B, N] (index into
+            `town.goal_names`), and the new memory.
+        """
+        s = self.town._unpack_state(state)
+        character = self._characters(state).t()
+        row = self._table[character].permute(2, 0, 1)
+        p = dict(zip(self._keys, row.unbind(0), strict=True))
+        updated = {"character": character.t()}
+        seen = None
+        if self._any_sightings:
+            seen = self._look(s, memory["seen"])
+            updated["seen"] = seen.transpose(0, 1)
+        actions, goals = self._plan(s, p, seen, self._sightings[character])
+        if self._any_baseline:
+            actions, goals = self._baselines(state, s, character, actions, goals)
+        actions = torch.where(s["alive"], actions, WAIT)
+        return actions.t(), goals.t(), TensorDict(updated, batch_size=state.batch_size)
+
+    # ------------------------------------------------------------------ parts
+
+    def _counter(self, s, stream: Tensor | int, tick: Tensor | None = None) -> Tensor:  # type: ignore[no-untyped-def]
+        tick = s["tick"].long() if tick is None else tick
+        return counter_uniform(s["seed"], s["world"], s["episode"], tick, stream)
+
+    def _characters(self, state: TensorDict) -> Tensor:
+        """Row of the parameter table per agent: int64 [B, N], fixed through a life."""
+        n, count = self.town.num_agents, len(self._table)
+        if self.seed is None:
+            return (state["world"] % count)[:, None].expand(-1, n)
+        agent = torch.arange(n, device=self.town.device)[:, None]
+        zero = torch.zeros_like(state["world"])
+        seed = state["seed"] * 1_000_003 + self.seed
+        draw = counter_uniform(
+            seed, state["world"], state["episode"], zero, STREAM_CHARACTER + agent
+        )
+        return (draw * count).long().clamp(max=count - 1).t()
+
+    def _look(self, s: dict[str, Tensor], before: Tensor) -> Tensor:
+        """Cells seen so far in this life, bool [N, B, cells]; forgotten when a life begins."""
+        town = self.town
+        x, y = s["position"].unbind(0)
+        cell = torch.arange(self._cells, device=x.device)
+        dx = (cell % town.width - x[..., None]).abs()
+        dy = (cell // town.width - y[..., None]).abs()
+        now = (dx <= town.vision) & (dy <= town.vision)
+        return now | (before.transpose(0, 1) & (s["tick"] > 0)[:, None])
+
+    def _plan(
+        self, s: dict[str, Tensor], p: dict[str, Tensor], seen: Tensor | None, needs_sight: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        town, pack = self.town, self.town.pack
+        f = town.num_affordances
+        x, y = s["position"].long().unbind(0)
+        place, last = s["place"], s["last_affordance"]
+        meters = list(s["meters"].unbind(0))
+        phase = town._phase(s["tick"]).long()
+        each = torch.arange(f, device=x.device)[:, None, None]
+
+        def column(c) -> Tensor:  # type: ignore[no-untyped-def]
+            """[F, 1, B or 1] values of a column in the current phase."""
+            if len(c.phases) == 1:
+                return c.table[0, :f, None, None]
+            return c.table[phase, :f].t()[:, None]
+
+        # When can each place be reached, and for how many ticks used?
+        target = town.affordance_cells[s["layout"]].t()[:, None]  # [F, 1, B]
+        to_x, to_y = target % town.width - x, target // town.width - y
+        limit = each.new_tensor([a.distance_limit for a in pack.affordances])[:, None, None]
+        walk = (to_x.abs() + to_y.abs() - limit).clamp(min=0)
+        here = place == each
+        walk = torch.where(here, 0, walk)
+        slot = phase * 24
+        arrival = (s["hour"] + walk) % 24
+        wait = self._until[(slot + arrival) * f + each]
+        open_left = self._left[(slot + (arrival + wait) % 24) * f + each]
+        reach = (walk + wait).float()
+        if town.num_agents > 1:
+            inside = torch.where(s["alive"], place, -1)
+            at = (inside == each).int()
+            crowd = at.sum(1, keepdim=True) - at
+            engaged = here & (s["progress"] > 0) & (last == each)
+            reach = reach + torch.where(engaged, 0.0, crowd * p["occupied_wait"])
+        duration = column(town._duration) if pack.temporal else torch.ones_like(each)
+        done = torch.where((last == each) & (s["progress"] > 0), s["progress"], 0)
+        remaining = duration - done
+        stay = torch.minimum(remaining, open_left)
+        for index, price in enumerate(town._price):
+            if price is not None:
+                pays = column(price)
+                funds = meters[index] - pack.meters[index].depletion * reach
+                ticks = ((funds + 1e-6) / pays.clamp(min=1e-6)).floor().clamp(max=ALWAYS)
+                stay = torch.minimum(stay, torch.where(pays > 0, ticks, ALWAYS).long())
+        possible = (stay >= 1) & (wait < ALWAYS)
+        for number, a in enumerate(pack.affordances):
+            for test in a.preconditions:
+                possible = possible & ((each != number) | town._holds(test, meters))
+        if seen is not None:
+            known = seen.gather(2, target[:, 0].t()[None].expand(len(x), -1, -1)).permute(2, 0, 1)
+            possible = possible & (known | ~needs_sight)
+        completes = stay == remaining
+        ticks = stay.clamp(min=1).float()
+        total = reach + ticks
+
+        # What would the meters be then, with and without it?
+        gain = torch.zeros_like(total)
+        for index, name in enumerate(pack.meter_names):
+            per_tick, completion = town._per_tick[index], town._on_completion[index]
+            price = town._price[index]
+            change = torch.zeros_like(total)
+            if per_tick is not None:
+                change = change + column(per_tick) * ticks
+            if price is not None:
+                change = change - column(price) * ticks
+            if completion is not None:
+                change = change + torch.where(completes, column(completion), 0.0)
+            change = change - pack.move_price.get(name, 0.0) * walk
+            change = change - pack.interact_price.get(name, 0.0) * ticks
+            idle = (meters[index] - self._drain(name, meters, phase) * total).clamp(0.0, 1.0)
+            gain = gain + self._value(p, name, (idle + change).clamp(0.0, 1.0))
+            gain = gain - self._value(p, name, idle)
+        rate = gain / (total + p["overhead"])
+        towards = self._headed(s["last_action"], to_x, to_y) | (here & (done > 0))
+        rate = rate + torch.where(towards, p["persistence"] * rate.abs(), 0.0)
+        rate = torch.where(possible, rate, -1e9)
+        best_rate, best = rate.max(0)
+
+        # Resting, exploring.
+        rest_rate, rest_action = self._rest(p, meters, phase)
+        chosen_x = to_x.gather(0, best[None])[0]
+        chosen_y = to_y.gather(0, best[None])[0]
+        walks = walk.gather(0, best[None])[0] > 0
+        opens = wait.gather(0, best[None])[0] == 0
+        goal = torch.where(best_rate > rest_rate, best, f)
+        action = torch.where(
+            goal == f,
+            rest_action,
+            torch.where(
+                walks,
+                self._step_towards(chosen_x, chosen_y),
+                torch.where(opens, INTERACT, rest_action),
+            ),
+        )
+        if seen is not None:
+            away = self._cells * 4
+            cell = torch.arange(self._cells, device=x.device)
+            cx, cy = cell % town.width - x[..., None], cell // town.width - y[..., None]
+            cost = cx.abs() + cy.abs() + torch.where(seen, away, 0)
+            nearest = cost.argmin(-1, keepdim=True)
+            unseen = (cost.gather(-1, nearest)[..., 0] < away) & needs_sight
+            explores = unseen & (p["explore_rate"] > torch.maximum(best_rate, rest_rate))
+            step = self._step_towards(
+                cx.gather(-1, nearest)[..., 0], cy.gather(-1, nearest)[..., 0]
+            )
+            action = torch.where(explores, step, action)
+            goal = torch.where(explores, f + 1, goal)
+        if self._wanders:
+            agent = torch.arange(len(x), device=x.device)[:, None]
+            block = (s["tick"] // STRETCH).long()
+            mood = self._counter(s, STREAM_WANDER + agent, block) < p["wander"]
+            spot = self._counter(s, STREAM_WANDER + 64 + agent, block) * self._cells
+            wx, wy = spot.long() % town.width - x, spot.long() // town.width - y
+            energy = meters[0]
+            wanders = mood & (energy > 0.35) & ((wx != 0) | (wy != 0)) & (s["progress"] == 0)
+            action = torch.where(wanders, self._step_towards(wx, wy), action)
+            goal = torch.where(wanders, f + 1, goal)
+        return action, goal
+
+    def _drain(self, name: str, meters: list[Tensor], phase: Tensor) -> Tensor | float:
+        """What a meter loses per tick if nothing is done, cascades aside."""
+        town = self.town
+        index = town._meter_index[name]
+        drain = town._by_phase([values[index] for values in town._depletion], phase)
+        for m in town.pack.modulations:
+            if m.target == name:
+                source = meters[town._meter_index[m.source]]
+                drain = drain + m.rate * (m.base + m.range * (1.0 - source))
+        return drain
+
+    @staticmethod
+    def _value(p: dict[str, Tensor], name: str, level: Tensor) -> Tensor:
+        short = (p[f"comfort.{name}"] - level).clamp(min=0.0)
+        return p[f"value.{name}"] * level - p[f"fear.{name}"] * short * short
+
+    def _rest(
+        self, p: dict[str, Tensor], meters: list[Tensor], phase: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Best value per tick of the actions that need no place, and that action."""
+        pack = self.town.pack
+        best = p["rest_bonus"] * 1.0
+        action = torch.full(best.shape, WAIT, device=best.device)
+        for number, custom in enumerate(pack.actions, start=len(BASE_ACTIONS)):
+            rate = p["rest_bonus"] * 1.0
+            for name, amount in custom.effects.items():
+                index = pack.meter_names.index(name)
+                idle = (meters[index] - self._drain(name, meters, phase)).clamp(0.0, 1.0)
+                rate = rate + self._value(p, name, (idle + amount).clamp(0.0, 1.0))
+                rate = rate - self._value(p, name, idle)
+            action = torch.where(rate > best, number, action)
+            best = torch.maximum(best, rate)
+        return best, action
+
+    @staticmethod
+    def _step_towards(dx: Tensor, dy: Tensor) -> Tensor:
+        sideways = torch.where(dx > 0, RIGHT, LEFT)
+        upright = torch.where(dy > 0, DOWN, UP)
+        step = torch.where(dx.abs() >= dy.abs(), sideways, upright)
+        return torch.where((dx == 0) & (dy == 0), WAIT, step)
+
+    @staticmethod
+    def _headed(last_action: Tensor, to_x: Tensor, to_y: Tensor) -> Tensor:
+        """Whether the last action was a step towards (dx, dy) as seen from here; [F, N, B]."""
+        return (
+            ((last_action == RIGHT) & (to_x >= 0))
+            | ((last_action == LEFT) & (to_x <= 0))
+            | ((last_action == DOWN) & (to_y >= 0))
+            | ((last_action == UP) & (to_y <= 0))
+        )
+
+    def _baselines(
+        self,
+        state: TensorDict,
+        s: dict[str, Tensor],
+        character: Tensor,
+        actions: Tensor,
+        goals: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        town = self.town
+        kind = self._kinds[character]
+        options = torch.arange(town.num_actions * town.num_agents, device=town.device)
+        streams = STREAM_RANDOM + options.view(town.num_actions, town.num_agents, 1)
+        draw = torch.where(town._mask(s), self._counter(s, streams), -1.0)
+        rest = town.action_names.index("REST") if "REST" in town.action_names else WAIT
+        actions = torch.where(kind == 1, draw.argmax(0), torch.where(kind == 2, rest, actions))
+        goal = torch.where(kind == 1, town.num_goals - 1, town.num_goals - 2)
+        return actions, torch.where(kind == 0, goals, goal)

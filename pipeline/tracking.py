@@ -76,7 +76,7 @@ def client() -> Any:
     logging.getLogger("alembic").setLevel(logging.WARNING)
     from mlflow.tracking import MlflowClient
 
-    return MlflowClient(tracking_uri=tracking_uri())
+    return MlflowClient(tracking_uri(), registry_uri=tracking_uri())
 
 
 def experiment_id(mlflow_client: Any) -> str:

@@ -1,0 +1,137 @@
+"""Opening ONNX files: one healthy ONNX Runtime, a checked file, and the providers that really run.
+
+Needs onnxruntime and the standard library only, so that a deployment without PyTorch can use it.
+"""
+
+import contextlib
+import ctypes
+import io
+import os
+import platform
+import re
+import sys
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+from pipeline.files import HamletError, check_card, how_to_make
+
+# Distributions that all install the same `onnxruntime` package, over one another.
+_BUILD = re.compile(r"^(onnxruntime|ort)(-(gpu|nightly|nightly-gpu|directml|openvino|qnn|rocm))?$")
+
+
+def installed_runtimes() -> dict[str, str]:
+    """Installed distributions of ONNX Runtime: name -> version."""
+    found = {}
+    for distribution in distributions():
+        name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()
+        if _BUILD.match(name):
+            found[name] = distribution.version
+    return dict(sorted(found.items()))
+
+
+def check_runtime() -> tuple[str, str]:
+    """The one installed ONNX Runtime: (distribution, version).
+
+    Raises:
+        HamletError: none, several (they overwrite each other's files, and pip does not notice) or
+            a broken one is installed; with the command that mends it.
+    """
+    found = installed_runtimes()
+    wanted = "onnxruntime-gpu" if _gpu_build_exists() else "onnxruntime"
+    pip = f"{Path(sys.executable).name} -m pip"
+    if not found:
+        raise HamletError(
+            "no ONNX Runtime is installed", f"run `{pip} install onnxruntime` (or hamlet[cpu])"
+        )
+    keep = wanted if wanted in found else next(iter(found))
+    mend = (
+        f"run `{pip} uninstall -y {' '.join(found)} && "
+        f"{pip} install --no-deps {keep}=={found[keep]}`"
+    )
+    if len(found) > 1:
+        both = " and ".join(f"{name} {version}" for name, version in found.items())
+        raise HamletError(f"{both} are installed together and corrupt each other", mend)
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise HamletError(f"{keep} {found[keep]} cannot be imported ({error})", mend) from None
+    if not hasattr(onnxruntime, "InferenceSession"):
+        raise HamletError(f"{keep} {found[keep]} has lost its files", mend)
+    return keep, found[keep]
+
+
+def _gpu_build_exists() -> bool:
+    return sys.platform in ("linux", "win32") and platform.machine() in ("x86_64", "AMD64")
+
+
+def open_session(
+    path: str | Path, providers: list[str] | None = None, threads: int = 1
+) -> Any:  # onnxruntime.InferenceSession
+    """Check an ONNX file against its card and open it.
+
+    Args:
+        path: the `.onnx` file; its card is `<path>.json`.
+        providers: execution providers to ask for; default: CUDA if it really runs here, then CPU.
+        threads: threads inside one operator. 1 is fastest at batch 1.
+
+    Returns:
+        An `onnxruntime.InferenceSession`; what it runs on is `session.get_providers()`.
+
+    Raises:
+        HamletError: see `check_runtime` and `check_card`; or a provider that was asked for by name
+            does not run here.
+    """
+    check_runtime()
+    path = Path(path)
+    check_card(path)
+    return open_unchecked(path.as_posix(), providers, threads, name=str(path))
+
+
+def open_unchecked(
+    model: str | bytes, providers: list[str] | None = None, threads: int = 1, name: str = "model"
+) -> Any:
+    """As `open_session`, without the card: for bytes just made, or a file checked otherwise."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    if providers is None:
+        cuda = "CUDAExecutionProvider" in onnxruntime.get_available_providers() and _has_gpu()
+        if cuda:
+            # Prints what it does not find; the session's own providers are what counts.
+            with contextlib.redirect_stdout(io.StringIO()):
+                getattr(onnxruntime, "preload_dlls", lambda: None)()  # since 1.21
+        wanted = [*(["CUDAExecutionProvider"] if cuda else []), "CPUExecutionProvider"]
+        options.log_severity_level = 4  # a CUDA that cannot start is no error here
+    else:
+        wanted = providers
+        missing = set(wanted) - set(onnxruntime.get_available_providers())
+        if missing:
+            raise HamletError(
+                f"{name}: this ONNX Runtime has no {', '.join(sorted(missing))}",
+                f"ask for one of {', '.join(onnxruntime.get_available_providers())}",
+            )
+    try:
+        session = onnxruntime.InferenceSession(model, options, providers=wanted)
+    except Exception as error:  # ONNX Runtime's own exceptions share no base
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        fix = how_to_make(name) if isinstance(model, str) else ""
+        raise HamletError(f"{name} cannot be opened by ONNX Runtime ({reason})", fix) from None
+    lost = set(providers or []) - set(session.get_providers())
+    if lost:
+        raise HamletError(
+            f"{name}: {', '.join(sorted(lost))} was asked for and does not run here",
+            "run `hamlet doctor` to see which providers do",
+        )
+    return session
+
+
+def _has_gpu() -> bool:
+    """Whether an NVIDIA driver can be loaded: without one, CUDA is only a name on a list."""
+    try:
+        ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,307 @@
+"""The registry after real runs of the stage, on a real store and a real (small) ONNX file."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mlflow
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import yaml
+from mlflow.tracking import MlflowClient
+from onnx import TensorProto, helper, numpy_helper
+
+from pipeline import tracking
+from pipeline.files import write_card, write_json
+from pipeline.tracking import tracking_uri
+from stages import register
+
+ROOT = Path(__file__).parents[1]
+SCORES = {
+    "mean_return": 400.5,
+    "rest_return": 134.0,
+    "survival": 0.998,
+    "ratio_over_rest": 2.99,
+    "ratio_over_rest_ci95": [2.9, 3.1],
+    "scores": {
+        "random": {"mean_return": 68.5, "survival": 0.0},
+        "rest": {"mean_return": 134.0, "survival": 0.1},
+        "expert": {"mean_return": 426.0, "survival": 0.999},
+    },
+}
+
+
+def write_agent(repo: Path, weight: float) -> None:
+    """A small agent: two named inputs, a float output and an action, dynamic batch."""
+    x = helper.make_tensor_value_info("view", TensorProto.FLOAT, ["batch", 3])
+    h = helper.make_tensor_value_info("hidden", TensorProto.FLOAT, ["batch", 4])
+    action = helper.make_tensor_value_info("action", TensorProto.INT64, ["batch"])
+    new = helper.make_tensor_value_info("new_hidden", TensorProto.FLOAT, ["batch", 4])
+    matrix = np.linspace(-weight, weight, 12, dtype=np.float32).reshape(3, 4)
+    nodes = [
+        helper.make_node("MatMul", ["view", "w"], ["mixed"]),
+        helper.make_node("Add", ["mixed", "hidden"], ["new_hidden"]),
+        helper.make_node("ArgMax", ["new_hidden"], ["action"], axis=1, keepdims=0),
+    ]
+    weights = [numpy_helper.from_array(matrix, "w")]
+    graph = helper.make_graph(nodes, "agent", [x, h], [action, new], weights)
+    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
+    path = repo / "artifacts" / "agent.onnx"
+    path.parent.mkdir(exist_ok=True)
+    onnx.save(model, path)
+    write_card(path, "agent", {"inputs": [], "outputs": []}, {"policy": "p" * 64})
+
+
+def set_gate(repo: Path, ratio: float) -> None:
+    params = yaml.safe_load((ROOT / "params.yaml").read_text())
+    params["register"]["min_ratio_over_rest"] = ratio
+    (repo / "params.yaml").write_text(yaml.safe_dump(params))
+
+
+@pytest.fixture(scope="module")
+def fresh_database(tmp_path_factory):
+    path = tmp_path_factory.mktemp("db") / "mlflow.db"
+    client = MlflowClient(f"sqlite:///{path}")
+    client.search_experiments()
+    client._tracking_client.store.engine.dispose()
+    return path
+
+
+@pytest.fixture
+def repo(tmp_path, monkeypatch, fresh_database):
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "DVC_ROOT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HAMLET_EXECUTION", "first")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".dvc").mkdir()
+    shutil.copy(fresh_database, tmp_path / "mlflow.db")
+    write_agent(tmp_path, 1.0)
+    write_json(tmp_path / "artifacts/metrics/evaluate.json", SCORES)
+    set_gate(tmp_path, 2.0)
+    yield tmp_path
+    mlflow.set_tracking_uri(None)
+    mlflow.set_registry_uri(None)
+
+
+def versions() -> dict[int, str]:
+    found = tracking.client().search_model_versions("name = 'hamlet-agent'")
+    return {int(v.version): v.tags["sha256"] for v in found}
+
+
+def champion() -> int | None:
+    return register.champion_version(tracking.client())
+
+
+def runs() -> list:
+    client = tracking.client()
+    return client.search_runs([client.get_experiment_by_name("hamlet").experiment_id])
+
+
+def load_champion() -> onnx.ModelProto:
+    mlflow.set_tracking_uri(tracking_uri())
+    mlflow.set_registry_uri(tracking_uri())
+    return mlflow.onnx.load_model("models:/hamlet-agent@champion")
+
+
+STAGE = (
+    "import runpy, sys; runpy.run_module('stages.register', run_name='__main__'); "
+    "assert 'torch' not in sys.modules"
+)
+
+
+def start_stage(execution: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", STAGE],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HAMLET_EXECUTION": execution},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run_stage(execution: str) -> str:
+    process = start_stage(execution)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    return out
+
+
+def play(model: str | bytes) -> list[np.ndarray]:
+    session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+    rng = np.random.default_rng(0)
+    state, played = np.zeros((64, 4), np.float32), []
+    for _ in range(20):
+        view = rng.normal(size=(64, 3)).astype(np.float32)
+        action, state = session.run(["action", "new_hidden"], {"view": view, "hidden": state})
+        played += [action, state]
+    return played
+
+
+def test_it_registers_once_and_the_champion_is_the_file(repo, capsys, monkeypatch):
+    register.main()
+    out = capsys.readouterr().out
+    card = json.loads((repo / "artifacts/agent.onnx.json").read_text())
+    assert versions() == {1: card["sha256"]}
+    assert champion() == 1
+    for ours, theirs in zip(
+        play(str(repo / "artifacts/agent.onnx")), play(load_champion().SerializeToString())
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+    # the summary: every baseline, best first, and where everything is
+    order = [line.split()[0] for line in out.strip().splitlines()[1:5]]
+    assert order == ["agent", "expert", "rest", "random"]
+    for word in ("400.5", "426.0", "68.5", "2.99 (95 % from 2.90 to 3.10)", "version 1, new"):
+        assert word in out
+    for place in ("artifacts/agent.onnx", "artifacts/episode.gif", "artifacts/REPORT.md"):
+        assert place in out
+    assert "mlflow ui --backend-store-uri sqlite:///mlflow.db" in out
+    verdict = json.loads((repo / "artifacts/metrics/register.json").read_text())
+    assert verdict == {"sha256": card["sha256"], "passed": True, "reasons": []}
+    # a parent and a child, with the scores
+    assert len(runs()) == 2
+    child = next(r for r in runs() if r.data.tags.get("hamlet.stage") == "register")
+    assert child.info.status == "FINISHED"
+    assert child.data.metrics["ratio_over_rest"] == 2.99
+    assert child.data.metrics["scores.expert.mean_return"] == 426.0
+    # a later execution with nothing to do leaves no trace
+    monkeypatch.setenv("HAMLET_EXECUTION", "second")
+    before = (repo / "artifacts/metrics/register.json").read_bytes()
+    register.main()
+    assert "version 1, is the champion" in capsys.readouterr().out
+    assert versions() == {1: card["sha256"]}
+    assert len(runs()) == 2
+    assert (repo / "artifacts/metrics/register.json").read_bytes() == before
+
+
+def test_the_model_needs_exactly_one_runtime_and_is_one_file(repo):
+    register.main()
+    mlflow.set_tracking_uri(tracking_uri())
+    folder = Path(mlflow.artifacts.download_artifacts("models:/hamlet-agent@champion"))
+    needs = (folder / "requirements.txt").read_text()
+    assert needs.count("onnxruntime") == 1
+    assert [p.name for p in folder.glob("model.onnx*")] == ["model.onnx"]
+    flavor = yaml.safe_load((folder / "MLmodel").read_text())["flavors"]["onnx"]
+    assert flavor["providers"] == ["CPUExecutionProvider"]
+    model = mlflow.pyfunc.load_model(str(folder))
+    batch = {"view": np.ones((5, 3), np.float32), "hidden": np.zeros((5, 4), np.float32)}
+    assert model.predict(batch)["action"].tolist() == [3] * 5
+
+
+@pytest.mark.slow
+def test_it_holds_when_the_database_was_deleted(repo):
+    for execution in ("one", "two"):
+        run_stage(execution)
+        assert (repo / "mlflow.db").exists()
+        if execution == "one":
+            (repo / "mlflow.db").unlink()
+            shutil.rmtree(repo / "mlartifacts")
+    assert len(versions()) == 1
+    assert champion() == 1
+    assert play(load_champion().SerializeToString())
+    record = json.loads((repo / "artifacts/runs/register.json").read_text())
+    assert tracking.client().get_run(record["run_id"]).info.status == "FINISHED"
+
+
+def test_it_holds_when_only_the_logged_files_were_deleted(repo):
+    register.main()
+    shutil.rmtree(repo / "mlartifacts")
+    register.main()
+    assert len(versions()) == 1
+    assert champion() == max(versions())
+    assert play(load_champion().SerializeToString())
+
+
+def test_a_new_agent_is_a_new_version_and_an_old_one_is_found_again(repo):
+    register.main()
+    write_agent(repo, 2.0)
+    register.main()
+    assert set(versions()) == {1, 2}
+    assert champion() == 2
+    write_agent(repo, 1.0)
+    register.main()
+    assert set(versions()) == {1, 2}
+    assert champion() == 1
+
+
+def test_the_gate_keeps_the_alias_and_says_why(repo, capsys):
+    register.main()
+    write_agent(repo, 2.0)
+    weak = SCORES | {"ratio_over_rest": 2.1, "ratio_over_rest_ci95": [1.8, 2.4]}
+    write_json(repo / "artifacts/metrics/evaluate.json", weak)
+    capsys.readouterr()
+    register.main()
+    out = capsys.readouterr().out
+    assert set(versions()) == {1, 2}
+    assert champion() == 1
+    assert "version 2, new, is not champion: ratio_over_rest is 2.1 (95 % from 1.8 to 2.4)" in out
+    assert "the gate asks min 2" in out
+    verdict = json.loads((repo / "artifacts/metrics/register.json").read_text())
+    assert verdict["passed"] is False
+    assert len(verdict["reasons"]) == 1
+    # a champion that no longer passes is champion no more
+    set_gate(repo, 5.0)
+    write_agent(repo, 1.0)
+    register.main()
+    assert champion() is None
+
+
+def test_bad_input_is_one_line(repo, capsys):
+    def fails(says: str) -> None:
+        with pytest.raises(SystemExit) as caught:
+            register.main()
+        err = capsys.readouterr().err.strip()
+        assert caught.value.code == 1
+        assert len(err.splitlines()) == 1
+        assert says in err
+
+    write_json(repo / "artifacts/metrics/evaluate.json", SCORES | {"agent_sha256": "0" * 64})
+    fails("is about another agent")
+    write_json(repo / "artifacts/metrics/evaluate.json", {"mean_return": 1.0})
+    fails("lacks survival")
+    (repo / "artifacts/metrics/evaluate.json").unlink()
+    fails("evaluate.json is missing")
+    with (repo / "artifacts/agent.onnx").open("ab") as file:
+        file.write(b"\0")
+    fails("does not match its card")
+    (repo / "artifacts/agent.onnx").unlink()
+    fails("agent.onnx is missing")
+    assert versions() == {}
+
+
+def test_two_processes_make_one_version(repo):
+    processes = [start_stage(key) for key in ("a", "b")]
+    for process in processes:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+    assert list(versions()) == [1]
+    assert champion() == 1
+
+
+def test_nothing_to_do_is_quick_and_without_torch(repo):
+    register.main()
+    began = time.monotonic()
+    run_stage("later")
+    print(f"nothing to do took {time.monotonic() - began:.1f} s")
+    assert len(runs()) == 2
+
+
+@pytest.mark.parametrize(
+    ("limits", "scores", "reasons"),
+    [
+        ({"min_x": 2}, {"x": 2.0}, 0),
+        ({"min_x": 2}, {"x": 1.9}, 1),
+        ({"min_x": 2}, {"x": 9, "x_ci95": [1.9, 12]}, 1),
+        ({"max_x": 2}, {"x": 1, "x_ci95": [0.5, 2.5]}, 1),
+        ({"max_x": 2, "min_x": 0}, {"x": 1, "x_ci95": [0.5, 1.5]}, 0),
+        ({"min_x": 2, "min_y": 1}, {}, 2),
+        ({"min_x": 2}, {"x": None}, 1),
+    ],
+)
+def test_the_gate_asks_the_near_end_of_the_interval(limits, scores, reasons):
+    assert len(register.gate(limits, scores)) == reasons

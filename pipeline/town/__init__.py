@@ -2,7 +2,7 @@
 
 from pipeline.town.config import Pack, PackError, load_pack
 from pipeline.town.players import Scripted
-from pipeline.town.random import counter_uniform
+from pipeline.town.counter import counter_uniform
 from pipeline.town.town import Town
 
 __all__ = ["Pack", "PackError", "Scripted", "Town", "counter_uniform", "load_pack"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeline.town.config import Cue, CueTest, Pack
-from pipeline.town.random import tick_hash, to_unit
+from pipeline.town.counter import tick_hash, to_unit
 
 STREAM = 256  # first stream of the counter hash; stream + cue * agents + agent
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipeline.town import personalities
 from pipeline.town.config import BASE_ACTIONS
-from pipeline.town.random import counter_uniform
+from pipeline.town.counter import counter_uniform
 from pipeline.town.town import DOWN, INTERACT, LEFT, RIGHT, UP, WAIT, Town
 
 STREAM_CHARACTER, STREAM_RANDOM, STREAM_WANDER = 4096, 4224, 8192

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pipeline.town.config import Affordance, Pack, PackError
-from pipeline.town.random import mix, tick_hash, to_unit
+from pipeline.town.counter import mix, tick_hash, to_unit
 
 
 class Column:

@@ -18,7 +18,7 @@ from torch import Tensor
 from pipeline.town import tables
 from pipeline.town.config import BASE_ACTIONS, Condition, Pack
 from pipeline.town.cues import CueRules
-from pipeline.town.random import episode_key, tick_hash
+from pipeline.town.counter import episode_key, tick_hash
 from pipeline.town.tables import Column
 
 UP, DOWN, LEFT, RIGHT, INTERACT, WAIT = range(6)
@@ -207,6 +207,25 @@ class Town:
         fields |= self._cues.initial(n, b, world.device)
         bits, timers = self._cues.update(fields, meters)
         return fields | {"cue_bits": bits} | timers
+
+    def rearrange(self, state: TensorDict, **changes: Tensor) -> TensorDict:
+        """The state with public fields replaced (`meters`, `position`, `layout`, `hour`, ...).
+
+        What follows from them (the place under the agent, the cues) is computed anew.
+        """
+        unknown = set(changes) - set(state.keys())
+        if unknown:
+            raise KeyError(f"state has no field {min(unknown)!r}")
+        fields = self._unpack_state(state)
+        for name, value in changes.items():
+            old = fields[name]
+            value = value.to(old.device, old.dtype).expand(*reversed(old.shape))
+            fields[name] = value.permute(*reversed(range(value.ndim)))
+        x, y = fields["position"].long().unbind(0)
+        cell = fields["layout"] * (self.width * self.height) + y * self.width + x
+        fields["place"] = self._place_table[cell]
+        bits, _ = self._cues.update(fields, list(fields["meters"].unbind(0)))
+        return self._pack_state(fields | {"cue_bits": bits})
 
     # per-agent fields are stored [..., N, B] and shown [B, N, ...]
     def _pack_state(self, fields: dict[str, Tensor]) -> TensorDict:

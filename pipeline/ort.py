@@ -97,28 +97,32 @@ def open_unchecked(
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
-    if providers is None:
-        cuda = "CUDAExecutionProvider" in onnxruntime.get_available_providers() and _has_gpu()
-        if cuda:
-            # Prints what it does not find; the session's own providers are what counts.
-            with contextlib.redirect_stdout(io.StringIO()):
-                getattr(onnxruntime, "preload_dlls", lambda: None)()  # since 1.21
-        wanted = [*(["CUDAExecutionProvider"] if cuda else []), "CPUExecutionProvider"]
-        options.log_severity_level = 4  # a CUDA that cannot start is no error here
-    else:
-        wanted = providers
-        missing = set(wanted) - set(onnxruntime.get_available_providers())
-        if missing:
-            raise HamletError(
-                f"{name}: this ONNX Runtime has no {', '.join(sorted(missing))}",
-                f"ask for one of {', '.join(onnxruntime.get_available_providers())}",
-            )
+    options.log_severity_level = 4
+    available = onnxruntime.get_available_providers()
+    missing = set(providers or []) - set(available)
+    if missing:
+        raise HamletError(
+            f"{name}: this ONNX Runtime has no {', '.join(sorted(missing))}",
+            f"ask for one of {', '.join(available)}",
+        )
+    cuda = "CUDAExecutionProvider"
+    wanted = list(providers or ([cuda] if cuda in available and has_gpu() else []))
+    if "CPUExecutionProvider" not in wanted:
+        wanted.append("CPUExecutionProvider")
+    # A provider that cannot start says so at length on both streams and falls back to the CPU; what
+    # counts is what the session then runs on, and that is checked below.
+    onnxruntime.set_default_logger_severity(4)
     try:
-        session = onnxruntime.InferenceSession(model, options, providers=wanted)
+        with contextlib.redirect_stdout(io.StringIO()):
+            if cuda in wanted:
+                getattr(onnxruntime, "preload_dlls", lambda: None)()  # since 1.21
+            session = onnxruntime.InferenceSession(model, options, providers=wanted)
     except Exception as error:  # ONNX Runtime's own exceptions share no base
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         fix = how_to_make(name) if isinstance(model, str) else ""
         raise HamletError(f"{name} cannot be opened by ONNX Runtime ({reason})", fix) from None
+    finally:
+        onnxruntime.set_default_logger_severity(2)
     lost = set(providers or []) - set(session.get_providers())
     if lost:
         raise HamletError(
@@ -128,7 +132,7 @@ def open_unchecked(
     return session
 
 
-def _has_gpu() -> bool:
+def has_gpu() -> bool:
     """Whether an NVIDIA driver can be loaded: without one, CUDA is only a name on a list."""
     try:
         ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")

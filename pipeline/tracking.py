@@ -34,6 +34,8 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("DO_NOT_TRACK", "true")
 
 EXPERIMENT = "hamlet"
+MODEL = "hamlet-agent"
+CHAMPION = "champion"
 RUNS_DIR = Path("artifacts/runs")
 FLUSH_SECONDS = 5.0
 RETRY_SECONDS = 30.0  # how long the end of a stage waits for a database that does not answer
@@ -89,6 +91,16 @@ def experiment_id(mlflow_client: Any) -> str:
     if found.lifecycle_stage == "deleted":
         mlflow_client.restore_experiment(found.experiment_id)
     return found.experiment_id
+
+
+def champion(mlflow_client: Any) -> Any:  # mlflow's ModelVersion
+    """The registered version that the champion alias points to, or None."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return mlflow_client.get_model_version_by_alias(MODEL, CHAMPION)
+    except MlflowException:
+        return None
 
 
 # ------------------------------------------------------------------------------------------------

@@ -20,12 +20,9 @@ from pipeline import tracking
 from pipeline.files import HamletError, check_card, how_to_make, read_json, write_json
 from pipeline.ort import check_runtime
 from pipeline.params import Params, load_params
-from pipeline.tracking import StageRun, stage_run
+from pipeline.tracking import CHAMPION, MODEL, StageRun, stage_run
 from stages.common import one_line_errors
 from stages.paths import AGENT, EPISODE, REPORT, metrics
-
-MODEL = "hamlet-agent"
-CHAMPION = "champion"
 
 
 def main() -> None:
@@ -194,18 +191,9 @@ def _signature(model: Any) -> Any:
     return ModelSignature(inputs=specs(model.graph.input), outputs=specs(model.graph.output))
 
 
-def champion_version(client: Any) -> int | None:
-    """The version the champion alias points to, or None."""
-    from mlflow.exceptions import MlflowException
-
-    try:
-        return int(client.get_model_version_by_alias(MODEL, CHAMPION).version)
-    except MlflowException:
-        return None
-
-
 def _alias_is_right(client: Any, number: int, reasons: list[str]) -> bool:
-    return (champion_version(client) == number) == (not reasons)
+    now = tracking.champion(client)
+    return (now is not None and int(now.version) == number) == (not reasons)
 
 
 def _set_alias(client: Any, number: int, reasons: list[str]) -> None:

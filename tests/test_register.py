@@ -95,7 +95,8 @@ def versions() -> dict[int, str]:
 
 
 def champion() -> int | None:
-    return register.champion_version(tracking.client())
+    found = tracking.champion(tracking.client())
+    return int(found.version) if found else None
 
 
 def runs() -> list:

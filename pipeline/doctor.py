@@ -1,0 +1,260 @@
+"""What is installed, what really runs, what is stale, and the command that mends each.
+
+Every check really does the thing it reports on, and needs only what it checks: without PyTorch or
+MLflow the others still answer.
+"""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeline.files import HamletError, check_card, read_json
+
+AGENT = Path("artifacts/agent.onnx")
+EXTRAS = {
+    "core": ["numpy", "pydantic", "typer", "rich"],
+    "train": [
+        *("torch", "tensordict", "onnx", "onnxscript", "dvc", "mlflow", "filelock", "psutil"),
+        *("pyyaml", "pillow"),
+    ],
+    "dev": ["pytest", "hypothesis", "ruff", "mypy"],
+}
+# y = x + x on two floats, ir 8, opset 13; written by onnx.helper.
+_DOUBLING = (
+    b'\x08\x08\x12\x00:5\n\x0e\n\x01x\n\x01x\x12\x01y"\x03Add\x12\x01dZ\x0f\n\x01x\x12\n\n\x08\x08'
+    b"\x01\x12\x04\n\x02\x08\x02b\x0f\n\x01y\x12\n\n\x08\x08\x01\x12\x04\n\x02\x08\x02B\x04\n\x00"
+    b"\x10\r"
+)
+
+
+class Check(NamedTuple):
+    """One finding: status is "ok", "warn" (something is missing or stale) or "fail" (broken).
+
+    `fix` is the command or change that mends it, empty when there is nothing to mend.
+    """
+
+    name: str
+    status: str
+    detail: str
+    fix: str = ""
+
+
+def report() -> list[Check]:
+    """Check everything, in the repository of the current folder. Takes seconds."""
+    sections: list[Callable[[], Iterator[Check]]] = [
+        _python,
+        _packages,
+        _runtime,
+        _torch,
+        _params,
+        _disk,
+        _stages,
+        _checkpoints,
+        _registry,
+    ]
+    findings: list[Check] = []
+    for section in sections:
+        try:
+            findings += section()
+        except HamletError as error:
+            findings.append(Check(_name(section), "fail", error.problem, error.fix))
+        except Exception as error:  # a check that breaks is a finding, not the end of the report
+            reason = (str(error).splitlines() or [""])[0]
+            findings.append(Check(_name(section), "fail", f"{type(error).__name__}: {reason}"))
+    return findings
+
+
+def _name(section: Callable[[], Iterator[Check]]) -> str:
+    return section.__name__.strip("_")
+
+
+# ------------------------------------------------------------------------------------------------
+# What is installed
+
+
+def _python() -> Iterator[Check]:
+    detail = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    old = sys.version_info < (3, 11)
+    yield Check("python", "fail" if old else "ok", detail, "install Python 3.11+" if old else "")
+
+
+def _packages() -> Iterator[Check]:
+    for extra, packages in EXTRAS.items():
+        found, missing = [], []
+        for package in packages:
+            try:
+                found.append(f"{package} {version(package)}")
+            except PackageNotFoundError:
+                missing.append(package)
+        name = "packages" if extra == "core" else f"extra {extra}"
+        if not missing:
+            yield Check(name, "ok", ", ".join(found))
+        else:
+            what = "." if extra == "core" else f'".[{extra}]"'
+            status = "fail" if extra == "core" else "warn"
+            detail = f"missing {', '.join(missing)}" if found else "not installed"
+            yield Check(name, status, detail, f"pip install -c constraints.txt -e {what}")
+
+
+def _runtime() -> Iterator[Check]:
+    from pipeline.ort import check_runtime, has_gpu, open_unchecked
+
+    build, build_version = check_runtime()
+    import numpy as np
+    import onnxruntime
+
+    yield Check("onnx runtime", "ok", f"{build} {build_version}")
+    for provider in onnxruntime.get_available_providers():
+        name = f"provider {provider.removesuffix('ExecutionProvider')}"
+        try:
+            session = open_unchecked(_DOUBLING, [provider])
+            result = session.run(None, {"x": np.array([1, 2], np.float32)})[0]
+        except HamletError:
+            if provider == "CUDAExecutionProvider" and has_gpu():
+                fix = f'pip install "{build}[cuda,cudnn]=={build_version}"'
+                yield Check(name, "warn", "a GPU is here, the provider does not run", fix)
+            else:
+                yield Check(name, "ok", "listed by ONNX Runtime, does not run on this machine")
+            continue
+        right = result.tolist() == [2.0, 4.0]
+        yield Check(name, "ok" if right else "fail", "runs" if right else f"wrong result {result}")
+
+
+def _torch() -> Iterator[Check]:
+    if find_spec("torch") is None:
+        return  # told under the extra that installs it
+    import torch
+
+    detail = f"{torch.__version__}, {torch.get_num_threads()} of {os.cpu_count()} cores"
+    yield Check("torch", "ok", f"{detail}, {torch.backends.cpu.get_cpu_capability()}")
+    speed = _time_matmul(torch, torch.float32) / _time_matmul(torch, torch.bfloat16)
+    advice = "worth using" if speed > 1.1 else "not worth using here"
+    yield Check("bfloat16", "ok", f"matrix product {speed:.1f} x as fast as float32, {advice}")
+    if torch.cuda.is_available():
+        yield Check("cuda", "ok", torch.cuda.get_device_name())
+    elif shutil.which("nvidia-smi"):
+        fix = "install the CUDA build of torch (see pytorch.org)"
+        yield Check("cuda", "warn", "a GPU is here, this torch does not use it", fix)
+    else:
+        yield Check("cuda", "ok", "no GPU, everything runs on the CPU")
+    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
+    if compiler or platform.system() == "Windows":
+        yield Check("compiler", "ok", compiler or "")
+    else:
+        fix = "install g++ (for example `apt install g++`)"
+        yield Check("compiler", "warn", "torch.compile has no C++ compiler and is not used", fix)
+
+
+def _time_matmul(torch: Any, dtype: Any) -> float:
+    a = torch.ones(1024, 1024, dtype=dtype)
+    best = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        a @ a
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+# ------------------------------------------------------------------------------------------------
+# The repository
+
+
+def _params() -> Iterator[Check]:
+    if find_spec("yaml") is None:
+        return
+    from pipeline.params import load_params
+
+    load_params()
+    yield Check("params.yaml", "ok", "valid")
+
+
+def _disk() -> Iterator[Check]:
+    free = shutil.disk_usage(Path.cwd()).free / 1e9
+    fix = "free some space" if free < 2 else ""
+    yield Check("disk", "warn" if fix else "ok", f"{free:.0f} GB free", fix)
+
+
+def _stages() -> Iterator[Check]:
+    if find_spec("dvc") is None or not Path("dvc.yaml").is_file():
+        return
+    done = subprocess.run(
+        [sys.executable, "-m", "dvc", "status", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "DVC_NO_ANALYTICS": "true"},
+    )
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        yield Check("stages", "fail", f"`dvc status` failed: {reason}", "run `dvc status`")
+        return
+    changes = json.loads(done.stdout or "{}")
+    stale = {stage: why for stage, entries in changes.items() if (why := _reasons(entries))}
+    for stage, reasons in stale.items():
+        more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
+        detail = "; ".join(reasons[:3]) + more
+        yield Check(f"stage {stage}", "warn", detail, f"dvc repro {stage}")
+    if not stale:
+        yield Check("stages", "ok", "every stage is up to date")
+
+
+def _reasons(changes: list[Any]) -> list[str]:
+    """[{"changed deps": {"params.yaml": {"seed": "modified"}}}] -> ["params.yaml seed modified"]"""
+    reasons = []
+    for change in changes:
+        if not isinstance(change, dict):  # "always changed" is no reason to run it
+            continue
+        for kind, entries in change.items():
+            if isinstance(entries, str):
+                reasons.append(f"{kind} {entries}")
+                continue
+            for file, what in entries.items():
+                inner = what if isinstance(what, dict) else {"": what}
+                reasons += [" ".join(f"{file} {key} {how}".split()) for key, how in inner.items()]
+    return reasons
+
+
+def _checkpoints() -> Iterator[Check]:
+    for folder in sorted(Path("checkpoints").glob("*-*/")):
+        stage = folder.name.partition("-")[0]
+        detail = f"interrupted work in {folder}"
+        yield Check(f"checkpoint {stage}", "ok", detail, f"dvc repro {stage}")
+
+
+def _registry() -> Iterator[Check]:
+    if not AGENT.exists():
+        yield Check("agent", "warn", f"{AGENT} is missing", "dvc repro agent")
+        return
+    sha256 = check_card(AGENT)["sha256"]
+    yield Check("agent", "ok", f"{AGENT} matches its card, sha256 {sha256[:12]}")
+    if any(find_spec(package) is None for package in ("mlflow", "psutil", "filelock")):
+        return
+    from pipeline import tracking
+
+    uri = tracking.tracking_uri()
+    database = Path(uri.removeprefix("sqlite:///"))
+    if uri.startswith("sqlite:///") and not database.exists():
+        yield Check("champion", "warn", f"no registry at {uri} yet", "dvc repro register")
+        return
+    found = tracking.champion(tracking.client())
+    verdict = Path("artifacts/metrics/register.json")
+    if found is not None and found.tags.get("sha256") == sha256:
+        detail = f"{tracking.MODEL} version {found.version} is {AGENT}"
+        yield Check("champion", "ok", detail)
+        return
+    held = f"version {found.version} of another agent" if found else "nobody"
+    judged = read_json(verdict) if verdict.exists() else {}
+    if judged.get("sha256") == sha256 and judged.get("reasons"):
+        why = "; ".join(judged["reasons"])
+        yield Check("champion", "warn", f"is {held}, the gate refused {AGENT}: {why}")
+    else:
+        yield Check("champion", "warn", f"is {held}, not {AGENT}", "dvc repro register")

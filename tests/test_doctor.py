@@ -124,8 +124,8 @@ def test_stale_stages_are_named_and_the_command_mends_them(repo):
     found = by_name()
     assert found["stage one"].detail == "params.yaml seed modified"
     assert "b.txt deleted" in found["stage two"].detail
-    for name in ("one", "two"):
-        words = found[f"stage {name}"].fix.split()
+    for name in ("one", "two", "last"):  # each changes what the next one reads
+        words = by_name()[f"stage {name}"].fix.split()
         assert words[0] == "dvc"
         dvc(*words[1:])
     assert by_name()["stages"].status == "ok"

@@ -322,3 +322,87 @@ def test_flatten_and_import_cost():
     start = time.monotonic()
     out, _ = python(code, ROOT).communicate()
     assert out.split() == ["False", "False"], time.monotonic() - start
+
+
+# Under the real DVC
+
+WORK = """
+import os, sys, time
+from pathlib import Path
+from pipeline.tracking import stage_run
+from stages.common import threads
+with stage_run(sys.argv[1]) as run:
+    run.metrics({"x": 1.0})
+    run.tag("threads", threads())
+    time.sleep(float(os.environ["NAP"]))
+    Path(sys.argv[1]).write_text(Path("params.yaml").read_text())
+"""
+
+
+@pytest.mark.slow
+def test_repro_exp_run_and_a_queue_of_two_workers(tmp_path, monkeypatch):
+    for name in ("MLFLOW_TRACKING_URI", "DVC_ROOT", "HAMLET_EXECUTION"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("NAP", "0")
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+
+    def run(*command: str) -> str:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    def dvc(*command: str) -> str:
+        return run(sys.executable, "-m", "dvc", *command)
+
+    run("git", "init", "-q")
+    run("git", "config", "user.email", "t@t")
+    run("git", "config", "user.name", "t")
+    dvc("init", "-q")
+    Path("work.py").write_text(WORK)
+    Path("params.yaml").write_text("seed: 1\n")
+    Path(".gitignore").write_text("/mlflow.db*\n/artifacts\n/one\n/two\n")
+    Path("dvc.yaml").write_text(
+        "stages:\n"
+        "  one: {cmd: python work.py one, deps: [work.py], params: [seed],\n"
+        "        outs: [one, artifacts/runs/one.json]}\n"
+        "  two: {cmd: python work.py two, deps: [work.py, one],\n"
+        "        outs: [two, artifacts/runs/two.json]}\n"
+    )
+    dvc("repro", "-q")
+    run("git", "add", "-A")
+    run("git", "commit", "-qm", "one")
+    dvc("exp", "run", "-q", "--name", "in-place", "-S", "seed=2")
+    run("git", "reset", "-q", "--hard")
+    monkeypatch.setenv("NAP", "4")
+    names = {"queued-3", "queued-4"}
+    for name in names:
+        dvc("exp", "run", "-q", "--queue", "--name", name, "-S", f"seed={name[-1]}")
+    dvc("queue", "start", "-q", "-j", "2")
+    until = time.monotonic() + 150
+    try:
+        while (status := dvc("queue", "status")).count("Success") < 2:
+            assert "Failed" not in status
+            assert time.monotonic() < until, status
+            time.sleep(2)
+    finally:
+        dvc("queue", "stop", "--kill")
+
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    parents = {r.info.run_name: r for r in runs(client) if "hamlet.execution" in r.data.tags}
+    assert len(parents) == 4
+    assert {"in-place", *names} < set(parents)
+    for parent in parents.values():
+        children = children_of(client, parent)
+        assert set(children) == {"one", "two"}
+        for stage, child in children.items():
+            assert child.info.status == parent.info.status == "FINISHED"
+            assert child.data.metrics == {"x": 1.0}
+            assert parent.data.tags[f"hamlet.run.{stage}"] == child.info.run_id
+    queued = [children_of(client, parents[name])["one"] for name in names]
+    starts, ends = [r.info.start_time for r in queued], [r.info.end_time for r in queued]
+    assert max(starts) < min(ends), "the two workers should have run side by side"
+    # the workers share the cores
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if not os.environ.get("OMP_NUM_THREADS"):
+        assert {int(r.data.tags["threads"]) for r in queued} <= {max(1, cores // 2)}

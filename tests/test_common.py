@@ -107,10 +107,14 @@ WORK = """for step in progress(1000, "perception"):
     time.sleep(0.05)"""
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
-)
+def test_an_interrupt_is_one_line(repo):
+    code, _, err = finish("raise KeyboardInterrupt", repo, LIGHT)
+    assert code == 130
+    assert err == ["perception was interrupted: run `dvc repro perception` to start it again"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupt_keeps_the_checkpoint_and_says_so(repo, number, code):
     process = start(WORK, repo)
     assert process.stdout.readline() == "working\n"

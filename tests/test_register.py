@@ -275,6 +275,7 @@ def test_bad_input_is_one_line(repo, capsys):
     assert versions() == {}
 
 
+@pytest.mark.slow
 def test_two_processes_make_one_version(repo):
     processes = [start_stage(key) for key in ("a", "b")]
     for process in processes:

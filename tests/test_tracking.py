@@ -190,6 +190,7 @@ def test_a_killed_process_is_buried_by_the_next_run(here, client):
     assert parent_of(client, "killed").info.status == "KILLED"
 
 
+@pytest.mark.slow
 def test_concurrent_executions_keep_apart_and_lose_nothing(here, client):
     keys = ["one", "one", "two"]
     processes = [python(STAGE.replace("PAUSE", ""), here, HAMLET_EXECUTION=key) for key in keys]
@@ -212,7 +213,7 @@ def test_a_locked_database_delays_but_loses_nothing(here, client, capsys):
     """Another process holds the write lock while the stage starts and logs."""
     hold = (
         "import sqlite3, time\nc = sqlite3.connect('mlflow.db')\nc.execute('BEGIN EXCLUSIVE')\n"
-        "print('held', flush=True)\ntime.sleep(4)\nc.rollback()\n"
+        "print('held', flush=True)\ntime.sleep(2)\nc.rollback()\n"
     )
     process = python(hold, here)
     assert process.stdout.readline() == "held\n"

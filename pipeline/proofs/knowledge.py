@@ -31,8 +31,13 @@ class Index:
     keys: Tensor
 
 
-def build_index(triples: Tensor, num_predicates: int, num_entities: int) -> Index:
+def build_index(
+    triples: Tensor, num_predicates: int, num_entities: int, cost: Tensor | None = None
+) -> Index:
     """Index distinct triples int64 [F, 3].
+
+    Args:
+        cost: float [F]; a group lists its cheapest atoms first. By default partners ascend.
 
     Raises:
         HamletError: predicates times entities do not fit a table.
@@ -45,10 +50,12 @@ def build_index(triples: Tensor, num_predicates: int, num_entities: int) -> Inde
         )
     by_key = atom_key(triples, num_entities).argsort()
     triples = triples[by_key]
+    by_cost = None if cost is None else cost[by_key].argsort(stable=True)
     starts, partners, atoms = [], [], []
     for bound, other in ((1, 2), (2, 1)):
         group = triples[:, 0] * num_entities + triples[:, bound]
-        order = (group * num_entities + triples[:, other]).argsort()
+        order = triples[:, other].argsort() if by_cost is None else by_cost
+        order = order[group[order].argsort(stable=True)]
         counts = torch.bincount(group, minlength=size)
         starts.append(torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
         partners.append(triples[order, other])

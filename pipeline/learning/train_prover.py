@@ -1,0 +1,379 @@
+"""Training of the prover: imitation of the symbolic baseline with labels, then PPO, then a choice.
+
+Both phases run through the same buffer, update step, losses and returns as the town's policy. How
+far the learnt corrections are trusted is chosen on the validation split, with "not at all" among
+the choices, so the prover never starts or ends below the symbolic baseline there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from pipeline.learning.buffer import RolloutBuffer
+from pipeline.learning.losses import (
+    entropy_of,
+    imitation_loss,
+    log_prob_of,
+    masked_logits,
+    ppo_policy_loss,
+    value_loss,
+    weighted_mean,
+)
+from pipeline.learning.returns import gae
+from pipeline.learning.update import Update
+from pipeline.proofs.policy import Prover, ProverInput, ProverShape, entity_signature
+from pipeline.proofs.ranking import (
+    UNPROVEN,
+    Questions,
+    evaluate_scores,
+    pose,
+    sampled_negatives,
+)
+from pipeline.proofs.knowledge import find
+from pipeline.proofs.world import ProofWorld
+from pipeline.town.counter import counter_uniform
+
+_SAMPLE = 64  # first stream of the action sampler
+TRUSTS = (0.0, 0.03, 0.1, 0.3, 1.0)
+Report = Callable[[str, int, int, dict[str, Tensor]], None]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long and how to train; see `ProofsParams` for the meaning of the fields."""
+
+    slots: int = 512
+    ticks: int = 16
+    imitation_steps: int = 150
+    ppo_steps: int = 40
+    epochs: int = 2
+    minibatches: int = 8
+    learning_rate: float = 1e-3
+    ppo_learning_rate: float = 2e-4
+    entropy: float = 0.1
+    gamma: float = 0.99
+    lam: float = 0.95
+    clip: float = 0.2
+    max_kl: float = 0.03
+    weight_decay: float = 1e-4
+    compile: bool = False
+
+
+def build_prover(world: ProofWorld, use_prior: bool = True, hidden: int = 64) -> Prover:
+    """An untrained prover for a world."""
+    graph, engine = world.graph, world.engine
+    shape = ProverShape(
+        graph.num_predicates, graph.num_entities, engine.num_kinds, engine.width, hidden
+    )
+    return Prover(shape, entity_signature(graph), use_prior)
+
+
+# ------------------------------------------------------------------------------------------------
+# Fused steps
+
+
+class Steps:
+    """The fused rollout and evaluation steps of one world and one prover.
+
+    Each is one graph: observe, think, choose, step and reset. The prover inside is the uncompiled
+    module, so new weights are seen and nothing is compiled twice.
+    """
+
+    def __init__(self, world: ProofWorld, prover: Prover, compile: bool) -> None:
+        self.world, self.prover = world, prover
+        wrap = (lambda f: torch.compile(f, fullgraph=True)) if compile else (lambda f: f)
+        self.rollout = wrap(self._rollout)
+        self.evaluate = wrap(self._evaluate)
+
+    @torch.no_grad()
+    def _rollout(self, state: TensorDict, imitate: bool) -> tuple[TensorDict, TensorDict]:
+        seen = self.world.observe(state)
+        out = self.prover.see(seen)
+        logits = masked_logits(out.logits, seen["action_mask"])
+        expert = expert_action(state)
+        if imitate:
+            action = expert
+        else:
+            u = counter_uniform(
+                *(state[k][:, None] for k in ("seed", "world", "episode", "depth")),
+                _SAMPLE + torch.arange(logits.shape[1]),
+            )
+            noise = -(-(u.clamp(1e-9, 1 - 1e-7)).log()).log()
+            action = (logits + noise).argmax(-1)
+        after = self.world.step_and_reset_core(state, action)
+        record = TensorDict(
+            {name: seen[name] for name in (*ProverInput._fields, "active")}
+            | {
+                "action": action,
+                "expert": expert,
+                "log_prob": log_prob_of(logits, action),
+                "value": out.value,
+                "reward": after["reward"],
+                "done": after["done"],
+                "truncated": after["truncated"],
+                "label": state["label"],
+            },
+            batch_size=state.batch_size,
+        )
+        return after, record
+
+    @torch.no_grad()
+    def _evaluate(self, state: TensorDict) -> tuple[TensorDict, Tensor]:
+        seen = self.world.observe(state)
+        out = self.prover.see(seen)
+        action = masked_logits(out.logits, seen["action_mask"]).argmax(-1)
+        return self.world.step_and_reset_core(state, action), out.score
+
+
+def expert_action(state: TensorDict) -> Tensor:
+    """int64 [B]: give up false queries, else the successor with the strongest evidence."""
+    give_up = state["action_mask"].shape[1] - 1
+    legal = state["action_mask"][:, :-1]
+    best = state["evidence"].masked_fill(~legal, -1e9).argmax(-1)
+    return torch.where(state["label"] & legal.any(-1), best, give_up)
+
+
+# ------------------------------------------------------------------------------------------------
+# Evaluation
+
+
+class Proven(NamedTuple):
+    """Results by query.
+
+    Attributes:
+        proven: bool [Q] the greedy search found a proof.
+        score: float64 [Q] log-odds of going on at the root; UNPROVEN without a proof.
+        transitions: resolution steps made by slots that had a query.
+        dropped: successors beyond the budget.
+        seconds: of the search alone, without compilation if the steps were warm.
+    """
+
+    proven: Tensor
+    score: Tensor
+    transitions: int
+    dropped: int
+    seconds: float
+
+
+def prove_all(world: ProofWorld, steps: Steps, queries: Tensor, slots: int) -> Proven:
+    """Search greedily for a proof of each query int64 [Q, 3]; finished slots take the next one.
+
+    The results do not depend on the number of slots nor on the order of the queries.
+    """
+    world.eval(queries)
+    count = len(queries)
+    proven = torch.zeros(count, dtype=torch.bool)
+    score = torch.full((count + 1,), UNPROVEN, dtype=torch.float64)
+    state = world.reset(0, slots)
+    transitions = finished = 0
+    began = time.perf_counter()
+    while finished < count:
+        at_root = (state["depth"] == 0) & ~state["idle"]
+        case = torch.where(at_root, state["case"], count)
+        working = ~state["idle"]
+        state, value = steps.evaluate(state)
+        score[case] = value.double()
+        done = state["done"]
+        proven[state["finished_case"][done]] = state["success"][done]
+        finished += int(done.sum())
+        transitions += int(working.sum())
+    seconds = time.perf_counter() - began
+    world.train()
+    return Proven(
+        proven,
+        torch.where(proven, score[:-1], UNPROVEN),
+        transitions,
+        int(state["dropped"].sum()),
+        seconds,
+    )
+
+
+def to_triples(keys: Tensor, entities: int) -> Tensor:
+    return torch.stack([keys // entities**2, keys // entities % entities, keys % entities], -1)
+
+
+class Ranked(NamedTuple):
+    metrics: dict[str, float]
+    proven: Proven
+    keys: Tensor
+
+
+def rank(
+    world: ProofWorld, steps: Steps, questions: Questions, negatives: Tensor, slots: int
+) -> Ranked:
+    """Prove all derivable candidates of the questions and rank by score."""
+    keys = derivable(world, questions)
+    found = prove_all(world, steps, to_triples(keys, world.graph.num_entities), slots)
+    metrics = evaluate_scores(world.graph, questions, keys, found.score, negatives)
+    place, known = find(keys, questions.answers)
+    metrics["proved_fraction"] = float((known & found.proven[place]).double().mean())
+    return Ranked(metrics, found, keys)
+
+
+def derivable(world: ProofWorld, questions: Questions) -> Tensor:
+    """Ascending keys of the candidates and true triples that forward chaining derives."""
+    keys = questions.keys()
+    place, found = find(world.closure.keys, keys)
+    return keys[found & (world.closure.round[place] > 0)]
+
+
+def selection_score(metrics: dict[str, float]) -> float:
+    """What the validation split decides by."""
+    names = [n for n in ("mrr_all", "mrr_100", "auc_pr") if n in metrics]
+    return sum(metrics[n] for n in names) / len(names)
+
+
+# ------------------------------------------------------------------------------------------------
+# Training
+
+
+def train_prover(
+    world: ProofWorld,
+    prover: Prover,
+    config: TrainConfig,
+    seed: int,
+    report: Report | None = None,
+) -> dict[str, float]:
+    """Train a prover in place; returns what was measured and chosen.
+
+    Imitation and PPO each leave a candidate; with the symbolic prior, the best of them and the best
+    trust in its corrections are chosen on the validation split.
+    """
+    torch.manual_seed(seed)
+    began = time.perf_counter()
+    steps = Steps(world, prover, config.compile)
+    generator = torch.Generator().manual_seed(seed)
+    candidates = {}
+    if config.imitation_steps and prover.use_prior:
+        _imitate(world, prover, steps, config, seed, generator, report)
+        candidates["imitation"] = _copy(prover)
+    if config.ppo_steps:
+        _improve(world, prover, steps, config, seed + 1, generator, report)
+        candidates["ppo"] = _copy(prover)
+    result = {"training_seconds": time.perf_counter() - began}
+    if prover.use_prior and len(world.graph.splits["valid"]):
+        result |= _choose(world, prover, steps, candidates, config)
+    return result
+
+
+def _imitate(world, prover, steps, config, seed, generator, report) -> None:
+    def loss(batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+        out = prover.see(batch)
+        weight = batch["active"].float()
+        logits = masked_logits(out.logits, batch["action_mask"])
+        cloning, numbers = imitation_loss(logits, batch["expert"], weight)
+        target = (batch["label"]).float()
+        value = weighted_mean((out.value - target).square(), weight)
+        return cloning + 0.5 * value, numbers | {"imitation_loss": cloning, "value_loss": value}
+
+    update = Update(
+        loss,
+        prover.parameters(),
+        learning_rate=config.learning_rate,
+        compile=config.compile,
+        weight_decay=config.weight_decay,
+    )
+    world.train()
+    state = world.reset(seed, config.slots)
+    buffer = RolloutBuffer(config.ticks)
+    for step in range(config.imitation_steps):
+        update.set_learning_rate(config.learning_rate * (1 - step / config.imitation_steps))
+        buffer.reset()
+        while not buffer.full:
+            state, record = steps.rollout(state, True)
+            buffer.add(record)
+        for batch in buffer.minibatches(config.minibatches, generator):
+            numbers = update(batch)
+        if report:
+            report("imitation", step, config.imitation_steps, numbers)
+
+
+def _improve(world, prover, steps, config, seed, generator, report) -> None:
+    def loss(batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+        out = prover.see(batch)
+        weight = batch["active"].float()
+        logits = masked_logits(out.logits, batch["action_mask"])
+        policy, numbers = ppo_policy_loss(
+            log_prob_of(logits, batch["action"]),
+            batch["log_prob"],
+            batch["advantages"],
+            weight,
+            config.clip,
+        )
+        value, more = value_loss(
+            out.value, batch["value"], batch["returns"], weight, config.clip
+        )
+        entropy = weighted_mean(entropy_of(logits), weight)
+        total = policy + 0.5 * value - config.entropy * entropy
+        return total, numbers | more | {
+            "policy_loss": policy, "value_loss": value, "entropy": entropy
+        }
+
+    update = Update(
+        loss,
+        prover.parameters(),
+        learning_rate=config.ppo_learning_rate,
+        max_grad_norm=0.5,
+        compile=config.compile,
+    )
+    world.train()
+    state = world.reset(seed, config.slots)
+    buffer = RolloutBuffer(config.ticks)
+    for step in range(config.ppo_steps):
+        update.set_learning_rate(config.ppo_learning_rate * (1 - step / config.ppo_steps))
+        buffer.reset()
+        while not buffer.full:
+            state, record = steps.rollout(state, False)
+            buffer.add(record)
+        data = buffer.data
+        with torch.no_grad():
+            last = prover.see(world.observe(state)).value
+        following = torch.cat([data["value"][1:], last[None]])
+        terminated = data["done"] & ~data["truncated"]
+        estimate = gae(
+            data["reward"], data["value"], following, terminated, data["done"],
+            config.gamma, config.lam,
+        )  # fmt: skip
+        data["advantages"], data["returns"] = estimate
+        stop = False
+        for _ in range(config.epochs):
+            for batch in buffer.minibatches(config.minibatches, generator):
+                numbers = update(batch)
+                stop = stop or bool(numbers["approx_kl"] > config.max_kl)
+            if stop:
+                break
+        if report:
+            mean = data["reward"][data["done"]].mean()
+            report("ppo", step, config.ppo_steps, numbers | {"return": mean})
+
+
+def _choose(world, prover, steps, candidates, config) -> dict[str, float]:
+    """Keep the weights and the trust that rank the validation split best; ties to less trust."""
+    questions = pose(world.graph, world.closure, "valid")
+    negatives = sampled_negatives(world.graph, questions, 100, seed=1)
+    best, chosen = (-1.0, 0.0), ("symbolic", 0.0)
+    result = {}
+    for name, weights in candidates.items():
+        for trust in TRUSTS:
+            prover.load_state_dict(weights | {"trust": torch.tensor(trust)})
+            found = rank(world, steps, questions, negatives, config.slots).metrics
+            score = round(selection_score(found), 4)
+            result[f"valid_{name}_{trust}"] = score
+            # Between equals a little trust: it orders what the baseline leaves tied.
+            order = (score, -abs(trust - 0.1))
+            if order > best:
+                best, chosen = order, (name, trust)
+    weights = candidates[chosen[0]]
+    prover.load_state_dict(weights | {"trust": torch.tensor(chosen[1])})
+    return result | {"trust": chosen[1], "chose_ppo": float(chosen[0] == "ppo")}
+
+
+def _copy(prover: Prover) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in prover.state_dict().items()}

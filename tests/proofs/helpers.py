@@ -1,0 +1,81 @@
+"""Small knowledge bases and an oracle that shares no code with the engine."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.proofs.data import Graph, Rule, Triple, build_graph, parse_atom
+from pipeline.proofs.unify import Engine, expand
+
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "kg"
+
+
+def shared_graph(name: str) -> Path:
+    """Folder of a benchmark data set, or skip."""
+    if not (SHARED / name).is_dir():
+        pytest.skip(f"the data set {name} is not in {SHARED}")
+    return SHARED / name
+
+
+def rule(text: str, name: str = "r") -> Rule:
+    """`p(X,Y), q(Y,Z) -> r(X,Z)`."""
+    body, head = text.split("->")
+    atoms = [parse_atom(a + ")") for a in body.strip().strip(",").split(")") if a.strip(" ,")]
+    return Rule(name, 1.0, tuple(Triple(*a) for a in atoms), parse_atom(head))
+
+
+def graph_of(
+    facts: list[str], rules: list[str], test: list[str] = (), valid: list[str] = ()
+) -> Graph:
+    splits = {
+        "train": [parse_atom(f) for f in facts],
+        "valid": [parse_atom(f) for f in valid],
+        "test": [parse_atom(f) for f in test],
+    }
+    return build_graph("small", splits, [rule(r, f"r{i}") for i, r in enumerate(rules)])
+
+
+def consequences(facts: set, rules: tuple[Rule, ...], entities, rounds: int) -> set:
+    """All atoms that are facts or follow in `rounds` rounds, by trying every assignment."""
+    known = set(facts)
+    for _ in range(rounds):
+        new = set()
+        for r in rules:
+            variables = sorted({v for a in (*r.body, r.head) for v in a[1:]})
+            for values in product(entities, repeat=len(variables)):
+                at = dict(zip(variables, values))
+                if all(Triple(a[0], at[a[1]], at[a[2]]) in known for a in r.body):
+                    new.add(Triple(r.head[0], at[r.head[1]], at[r.head[2]]))
+        if new <= known:
+            break
+        known |= new
+    return known
+
+
+def search(engine: Engine, graph: Graph, query: torch.Tensor, depth: int, cap: int = 3000) -> bool:
+    """Breadth-first search over all successors: is there a proof? Raises when cut off by `cap`."""
+    goals = engine.start(query[None])
+    key = graph.key(query[None])
+    seen = {tuple(goals.flatten().tolist())}
+    frontier = goals
+    for _ in range(depth):
+        found = expand(engine, frontier, key.expand(len(frontier)))
+        successors = found.goals[found.legal].long()
+        if bool((successors[:, :, 0] < 0).all(1).any()):
+            return True
+        fresh = []
+        for state in successors:
+            name = tuple(state.flatten().tolist())
+            if name not in seen:
+                seen.add(name)
+                fresh.append(state)
+        if not fresh:
+            return False
+        if len(seen) > cap:
+            raise OverflowError
+        frontier = torch.stack(fresh)
+    return False

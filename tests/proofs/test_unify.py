@@ -1,0 +1,188 @@
+"""The engine proves what follows, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from pipeline.proofs.closure import close
+from pipeline.proofs.data import Triple, build_graph
+from pipeline.proofs.knowledge import find
+from pipeline.proofs.unify import Budget, build_engine, canonical, expand, state_hash
+from tests.proofs.helpers import consequences, graph_of, rule, search
+
+ENTITIES = ("a", "b", "c")
+PREDICATES = ("p", "q", "s")
+MODES = {"resolution": Budget(10, 12, 0), "lemmas": Budget(10, 12, 12)}
+
+atoms = st.builds(
+    Triple, st.sampled_from(PREDICATES), st.sampled_from(ENTITIES), st.sampled_from(ENTITIES)
+)
+patterns = st.builds(
+    Triple, st.sampled_from(PREDICATES), st.sampled_from("XYZ"), st.sampled_from("XYZ")
+)
+
+
+@st.composite
+def knowledge_bases(draw):
+    facts = draw(st.lists(atoms, min_size=1, max_size=6, unique=True))
+    rules = []
+    for number in range(draw(st.integers(1, 3))):
+        body = draw(st.lists(patterns, min_size=1, max_size=2, unique=True))
+        bound = sorted({v for a in body for v in a[1:]})
+        head = Triple(
+            draw(st.sampled_from(PREDICATES)),
+            draw(st.sampled_from(bound)),
+            draw(st.sampled_from(bound)),
+        )
+        if head not in body:
+            rules.append(rule(f"{', '.join(map(str, body))} -> {head}", f"r{number}"))
+    padding = [Triple(p, e, e) for p in PREDICATES for e in ENTITIES]
+    return build_graph("random", {"train": facts, "test": padding}, rules), facts
+
+
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=60, deadline=None)
+@given(knowledge_bases(), st.data())
+def test_provable_queries_equal_a_forward_chaining_oracle(mode, knowledge, data):
+    graph, facts = knowledge
+    engine = build_engine(graph, close(graph), MODES[mode])
+    query = data.draw(atoms)
+    others = set(facts) - {query}
+    ids = torch.tensor(
+        [
+            graph.predicates.index(query.predicate),
+            graph.entities.index(query.head),
+            graph.entities.index(query.tail),
+        ]
+    )
+    try:
+        proven = search(engine, graph, ids, depth=14)
+    except OverflowError:
+        assume(False)
+    if proven:
+        assert query in consequences(others, graph.rules, ENTITIES, 20)
+    elif query not in others:
+        assert query not in consequences(others, graph.rules, ENTITIES, 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(knowledge_bases())
+def test_closure_equals_the_oracle_round_by_round(knowledge):
+    graph, facts = knowledge
+    closure = close(graph)
+    before = set(facts)
+    for number in range(1, 6):
+        after = consequences(set(facts), graph.rules, ENTITIES, number)
+        mine = {
+            Triple(*graph.text(t).replace("(", " ").replace(",", "").replace(")", "").split())
+            for t in _triples(closure.keys[(closure.round == number) & ~closure.is_fact], graph)
+        }
+        assert mine == after - before
+        before = after
+    for fact in facts:
+        alone = consequences(set(facts) - {fact}, graph.rules, ENTITIES, 1)
+        key = graph.key(
+            torch.tensor(
+                [
+                    graph.predicates.index(fact.predicate),
+                    graph.entities.index(fact.head),
+                    graph.entities.index(fact.tail),
+                ]
+            )
+        )
+        place, found = find(closure.keys, key[None])
+        assert bool(found)
+        assert (int(closure.round[place]) == 1) == (fact in alone)
+
+
+def _triples(keys, graph):
+    size = graph.num_entities
+    return torch.stack([keys // size**2, keys // size % size, keys % size], -1)
+
+
+def _ids(graph, text):
+    from pipeline.proofs.data import parse_atom
+
+    p, h, t = parse_atom(text)
+    return torch.tensor(
+        [graph.predicates.index(p), graph.entities.index(h), graph.entities.index(t)]
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_goal_dropped_in_front_leaves_no_hole(mode):
+    graph = graph_of(
+        ["p(a,b)", "s(a,b)"], ["p(X,Y), q(X,Y) -> r(X,Y)", "s(X,Y) -> q(X,Y)"], test=["r(a,b)"]
+    )
+    engine = build_engine(graph, close(graph), MODES[mode])
+    assert search(engine, graph, _ids(graph, "r(a,b)"), depth=4)
+    after = expand(engine, engine.start(_ids(graph, "r(a,b)")[None]), torch.tensor([-1]))
+    goals = after.goals[0, 0]
+    assert goals[0].tolist() == _ids(graph, "q(a,b)").tolist()
+    assert bool((goals[1:, 0] < 0).all())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_query_itself_is_never_a_fact(mode):
+    graph = graph_of(["p(a,b)"], ["p(X,Y) -> q(Y,X)", "q(X,Y) -> p(Y,X)"])
+    engine = build_engine(graph, close(graph), MODES[mode])
+    assert not search(engine, graph, _ids(graph, "p(a,b)"), depth=8)
+    graph = graph_of(["p(a,b)", "q(b,a)"], ["p(X,Y) -> q(Y,X)", "q(X,Y) -> p(Y,X)"])
+    engine = build_engine(graph, close(graph), MODES[mode])
+    assert search(engine, graph, _ids(graph, "p(a,b)"), depth=8)
+
+
+def test_no_successor_is_lost_when_the_slots_are_exactly_full():
+    facts = [f"p(a,x{i})" for i in range(4)] + ["q(x3,b)"]
+    graph = graph_of(facts, ["p(X,Z), q(Z,Y) -> r(X,Y)"], test=["r(a,b)"])
+    closure = close(graph)
+    goal = torch.full((1, 5, 3), -1)
+    goal[0, 0] = torch.tensor([graph.predicates.index("p"), graph.entities.index("a"), 99])
+    goal = torch.where(goal == 99, graph.num_entities, goal)
+    exact = expand(build_engine(graph, closure, Budget(5, 4, 0)), goal, torch.tensor([-1]))
+    assert int(exact.legal.sum()) == 4
+    assert int(exact.dropped) == 0
+    tight = expand(build_engine(graph, closure, Budget(5, 3, 0)), goal, torch.tensor([-1]))
+    assert int(tight.legal.sum()) == 3
+    assert int(tight.dropped) == 1
+
+
+def test_goals_beyond_the_budget_are_counted_not_truncated():
+    graph = graph_of(
+        ["p(a,b)"], ["s(X,Y), s(Y,X), q(X,Y) -> r(X,Y)", "r(X,Y), s(X,X) -> q(X,Y)"], test=["r(a,b)"]
+    )
+    engine = build_engine(graph, close(graph), Budget(3, 4, 0))
+    found = expand(engine, engine.start(_ids(graph, "r(a,b)")[None]), torch.tensor([-1]))
+    assert int(found.legal.sum()) == 1
+    long = found.goals[0, :1].long()
+    long[0, :, 0] = torch.tensor(
+        [graph.predicates.index(p) for p in ("q", "s", "s")]
+    )
+    again = expand(engine, long, torch.tensor([-1]))
+    assert int(again.dropped) == 1
+    assert int(again.legal.sum()) == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 8), st.integers(0, 8)), max_size=4))
+def test_states_that_differ_in_variable_names_are_equal(rows):
+    size = 4
+    goals = torch.full((5, 3), -1)
+    for i, row in enumerate(rows):
+        goals[i] = torch.tensor(row)
+    renamed = torch.where(goals[:, 1:] >= size, 40 - goals[:, 1:], goals[:, 1:])
+    renamed = torch.cat([goals[:, :1], renamed], 1)
+    one, other = canonical(goals[None], size), canonical(renamed[None], size)
+    assert torch.equal(one, other)
+    assert torch.equal(state_hash(one), state_hash(other))
+    used = one[..., 1:][one[..., 1:] >= size].unique() - size
+    assert torch.equal(used, torch.arange(len(used)))
+
+
+def test_a_head_with_one_variable_unifies_both_arguments():
+    graph = graph_of(["q(a,b)", "q(b,a)"], ["q(X,Y), q(Y,X) -> p(X,X)"], test=["p(a,a)", "p(a,b)"])
+    engine = build_engine(graph, close(graph), MODES["resolution"])
+    assert search(engine, graph, _ids(graph, "p(a,a)"), depth=5)
+    assert not search(engine, graph, _ids(graph, "p(a,b)"), depth=5)

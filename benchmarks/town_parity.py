@@ -27,7 +27,9 @@ NEEDED = (
 FLOATS = ("obs", "meters", "rewards")
 
 
-def replay(pack_dir: Path, trace: dict[str, np.ndarray], compiled: bool = False) -> dict[str, float]:
+def replay(
+    pack_dir: Path, trace: dict[str, np.ndarray], compiled: bool = False
+) -> dict[str, float]:
     """Largest absolute difference per array between a trace and our replay of it.
 
     Raises PackError when the pack cannot be read, ValueError when the trace does not fit it.
@@ -44,8 +46,8 @@ def replay(pack_dir: Path, trace: dict[str, np.ndarray], compiled: bool = False)
     missing = set(pack.affordance_names) - set(names)
     if missing:
         raise ValueError(f"affordance_names: the trace has no {min(missing)!r} of the pack")
-    spots = trace["affordance_positions"][:, [names.index(n) for n in pack.affordance_names]]
-    spots = torch.from_numpy(spots.astype(np.int64))
+    columns = [names.index(n) for n in pack.affordance_names]
+    spots = torch.from_numpy(trace["affordance_positions"][:, columns].astype(np.int64))
     town = Town(pack, layouts=spots[..., 1] * pack.width + spots[..., 0])
     ticks, worlds = trace["actions"].shape
     state = town.rearrange(

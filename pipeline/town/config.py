@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -38,7 +38,7 @@ class Meter(Model):
 
 
 class Cascade(Model):
-    """While `source` is below `threshold`, `target` loses strength * (threshold-source)/threshold."""
+    """While `source` < `threshold`, `target` loses strength * (threshold - source) / threshold."""
 
     source: str
     target: str
@@ -158,7 +158,7 @@ class Cue(Model):
 
 
 class Reward(Model):
-    """base * product(meters) for each tick lived, plus `retirement_bonus` on reaching the lifespan."""
+    """base * product(meters) per tick lived, plus `retirement_bonus` at the lifespan."""
 
     base: float = 1.0
     meters: tuple[str, ...] = ("energy", "health")
@@ -258,6 +258,9 @@ def one_line(error: ValidationError, source: str) -> str:
 def load_pack(source: str | Path) -> Pack:
     """Read a pack by name (`l4_contention`), from a YAML file, or from a Hamlet pack directory.
 
+    A YAML pack may name another as `extends`: its own fields replace or, where they are mappings
+    or lists of named things, amend the other's.
+
     Raises PackError with one line that names the file, the field and the fix.
     """
     path = Path(source)
@@ -272,6 +275,22 @@ def load_pack(source: str | Path) -> Pack:
         raise PackError(
             f"{source}: no such pack; give a file, a Hamlet directory or one of {known}"
         )
+    return build_pack(_read_with_parents(path), path.name)
+
+
+def build_pack(content: dict[str, Any], source: str) -> Pack:
+    """A checked pack from its fields. Raises PackError, see `load_pack`."""
+    try:
+        pack = Pack.model_validate(content)
+    except ValidationError as error:
+        raise PackError(one_line(error, source)) from None
+    from pipeline.town.validate import check
+
+    check(pack, source)
+    return pack
+
+
+def _read_with_parents(path: Path, depth: int = 0) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -282,11 +301,28 @@ def load_pack(source: str | Path) -> Pack:
         raise PackError(
             f"{path.name}: a pack is a mapping of fields, found {type(content).__name__}"
         )
-    try:
-        pack = Pack.model_validate(content)
-    except ValidationError as error:
-        raise PackError(one_line(error, path.name)) from None
-    from pipeline.town.validate import check_names
+    parent = content.pop("extends", None)
+    if parent is None:
+        return content
+    candidates = (path.parent / f"{parent}.yaml", PACKS / f"{parent}.yaml")
+    found = next((file for file in candidates if file.is_file()), None)
+    if found is None or depth > 8:
+        raise PackError(f"{path.name}: extends: no pack named {parent!r} beside it or built in")
+    base = _read_with_parents(found, depth + 1)
+    for settings in (base.get("experts") or {}).values():  # measured in another town
+        settings.pop("contended", None)
+        settings.pop("alone", None)
+    return _amend(base, content)
 
-    check_names(pack, path.name)
-    return pack
+
+def _amend(base: Any, change: Any) -> Any:
+    """`change` on top of `base`: mappings by key, lists of named things by name."""
+    if isinstance(base, dict) and isinstance(change, dict):
+        return base | {key: _amend(base.get(key), value) for key, value in change.items()}
+    named = [base, change]
+    if all(isinstance(x, list) and x and all(isinstance(i, dict) and "name" in i for i in x)
+           for x in named):  # fmt: skip
+        mine = {item["name"]: item for item in change}
+        merged = [_amend(item, mine.pop(item["name"], {})) for item in base]
+        return merged + list(mine.values())
+    return change

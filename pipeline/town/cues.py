@@ -106,7 +106,10 @@ class CueRules:
     def _test(self, test: CueTest, s: dict[str, Tensor], meters: list[Tensor]) -> Tensor:
         if test.meter is not None:
             value = meters[self.meters[test.meter]]
-            return value < test.below if test.below is not None else value > test.above
+            if test.below is not None:
+                return value < test.below
+            assert test.above is not None
+            return value > test.above
         if test.using is not None:
             return self._among(s["used"], [self.affordances[name] for name in test.using])
         if test.at is not None:

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 import yaml
-from pydantic import ValidationError
 from tensordict import TensorDict
 from torch import Tensor
 
-from pipeline.town.config import Pack, PackError, one_line
+from pipeline.town.config import Pack, PackError, build_pack
 from pipeline.town.town import Town
 
 CATEGORIES = ("primary_to_pivotal", "secondary_to_primary", "secondary_to_pivotal_weak")
@@ -39,7 +38,9 @@ def load_hamlet_pack(folder: Path) -> Pack:
         raise PackError("bars.yaml: index: must number the bars 0, 1, 2, ... without gaps")
     grid = _field(_read(folder / "substrate.yaml"), "grid", "substrate.yaml")
     if grid.get("topology") != "square" or grid.get("boundary") != "clamp":
-        raise PackError("substrate.yaml: grid: only topology square with boundary clamp exists here")
+        raise PackError(
+            "substrate.yaml: grid: only topology square with boundary clamp exists here"
+        )
     partial = bool(environment["partial_observability"])
     content = {
         "name": folder.name,
@@ -49,7 +50,9 @@ def load_hamlet_pack(folder: Path) -> Pack:
         "agents": _field(training, "population", "training.yaml")["num_agents"],
         "lifespan": _field(training, "curriculum", "training.yaml")["max_steps_per_episode"],
         "temporal": temporal,
-        "vision": environment["vision_range"] if partial else max(grid["width"], grid["height"]) - 1,
+        "vision": environment["vision_range"]
+        if partial
+        else max(grid["width"], grid["height"]) - 1,
         "meters": [
             {"name": b["name"], "initial": b["initial"], "depletion": b["base_depletion"]}
             for b in bars
@@ -65,14 +68,7 @@ def load_hamlet_pack(folder: Path) -> Pack:
         **_couplings(_read(folder / "cascades.yaml")),
         "reward": _reward(_read(folder / "drive_as_code.yaml")),
     }
-    try:
-        pack = Pack.model_validate(content)
-    except ValidationError as error:
-        raise PackError(one_line(error, str(folder.name))) from None
-    from pipeline.town.validate import check_names
-
-    check_names(pack, folder.name)
-    return pack
+    return build_pack(content, folder.name)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -102,7 +98,9 @@ def _sum_free(entries: list[dict[str, Any]], where: str) -> dict[str, float]:
     found: dict[str, float] = {}
     for entry in entries or []:
         if entry["meter"] in found:
-            raise PackError(f"affordances.yaml: {where}: two entries for {entry['meter']}; merge them")
+            raise PackError(
+                f"affordances.yaml: {where}: two entries for {entry['meter']}; merge them"
+            )
         found[entry["meter"]] = entry["amount"]
     return found
 
@@ -142,7 +140,9 @@ def _affordances(folder: Path, enabled: list[str] | None) -> list[dict[str, Any]
                 "hours": tuple(a["operating_hours"]),
                 "price": _sum_free(a["costs"], f"{a['name']}.costs"),
                 "price_per_tick": _sum_free(a["costs_per_tick"], f"{a['name']}.costs_per_tick"),
-                "effects_per_tick": _sum_free(pipeline.get("per_tick", []), f"{a['name']}.per_tick"),
+                "effects_per_tick": _sum_free(
+                    pipeline.get("per_tick", []), f"{a['name']}.per_tick"
+                ),
                 "effects_on_completion": _sum_free(
                     pipeline.get("on_completion", []), f"{a['name']}.on_completion"
                 ),
@@ -163,9 +163,7 @@ def _couplings(content: dict[str, Any]) -> dict[str, Any]:
                 f"cascades.yaml: {cascade['name']}.category: unknown {cascade['category']!r} would "
                 f"be dropped silently; use one of {', '.join(CATEGORIES)}"
             )
-    ordered = sorted(
-        cascades, key=lambda c: (CATEGORIES.index(c["category"]), c["target_index"])
-    )
+    ordered = sorted(cascades, key=lambda c: (CATEGORIES.index(c["category"]), c["target_index"]))
     return {
         "modulations": [
             {
@@ -195,7 +193,7 @@ def _reward(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def reference_mask(town: Town, state: TensorDict) -> Tensor:
-    """Action masks as the reference makes them, bool [B, N, A]: all False at no energy or health."""
+    """The reference's action masks, bool [B, N, A]: all False at no energy or health."""
     s = town._unpack_state(state.clone().set("alive", torch.ones_like(state["alive"])))
     meters = list(s["meters"].unbind(0))
     ends = [town._holds(condition, meters) for condition in town.pack.terminal]
@@ -257,5 +255,3 @@ def reference_observation(town: Town, state: TensorDict, before: Tensor, partial
         ],
         -1,
     )
-
-

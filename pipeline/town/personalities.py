@@ -98,8 +98,10 @@ def parameters(pack: Pack, name: str) -> dict[str, float]:
 def bend(base: dict[str, float], dna: AgentDNA) -> dict[str, float]:
     """A character: the expert's parameters bent by its DNA."""
 
-    def factor(gene: float, strength: float) -> float:
-        return strength ** (2.0 * gene - 1.0)
+    def factor(gene: float, strength: float, weakness: float | None = None) -> float:
+        """1 at gene 0.5, `strength` at 1, 1 / `weakness` at 0."""
+        base = strength if gene > 0.5 or weakness is None else weakness
+        return base ** (2.0 * gene - 1.0)
 
     bent = dict(base)
     for name in base:
@@ -107,13 +109,13 @@ def bend(base: dict[str, float], dna: AgentDNA) -> dict[str, float]:
         if not meter:
             continue
         if meter == "money":
-            bent[name] *= factor(dna.greed, 1.4 if kind == "comfort" else 3.0)
+            bent[name] *= factor(dna.greed, *((1.4, 1.1) if kind == "comfort" else (3.0, 1.25)))
         elif kind == "fear":
-            bent[name] *= factor(dna.neuroticism, 2.0)
+            bent[name] *= factor(dna.neuroticism, 2.0, 1.3)
         elif kind == "comfort":
-            bent[name] = min(0.95, bent[name] * factor(dna.neuroticism, 1.4))
+            bent[name] = min(0.95, bent[name] * factor(dna.neuroticism, 1.4, 1.1))
         if meter in ("social", "mood") and kind != "comfort":
-            bent[name] *= factor(dna.agreeableness, 3.0)
+            bent[name] *= factor(dna.agreeableness, 2.5)
     bent["occupied_wait"] *= factor(dna.agreeableness, 2.5)
     bent["persistence"] *= factor(1.0 - dna.curiosity, 1.5)
     bent["wander"] = 0.2 * dna.curiosity**2

@@ -48,7 +48,8 @@ class Scripted:
                 f"{', '.join(personalities.NAMES)}"
             )
         rows = [personalities.parameters(town.pack, name) for name in names]
-        self.names, self.seed = names, seed
+        self.names: tuple[str, ...] = names
+        self.seed: int | None = seed
         self._setup(
             town,
             torch.tensor(
@@ -64,7 +65,7 @@ class Scripted:
 
     @classmethod
     def from_parameters(cls, town: Town, table: Tensor, sightings: bool = False) -> Scripted:
-        """One player per row of `table` f32 [P, K]; world w is played by row w % P (tuning)."""
+        """One player per row of `table` f32 [P, K]; the b-th of B worlds by row b % P (tuning)."""
         player = cls.__new__(cls)
         player.names, player.seed = (), None
         player._setup(town, table, [sightings] * len(table), [0] * len(table))
@@ -138,7 +139,7 @@ class Scripted:
 
     # ------------------------------------------------------------------ parts
 
-    def _counter(self, s, stream: Tensor | int, tick: Tensor | None = None) -> Tensor:  # type: ignore[no-untyped-def]
+    def _counter(self, s, stream: Tensor | int, tick: Tensor | None = None) -> Tensor:
         tick = s["tick"].long() if tick is None else tick
         return counter_uniform(s["seed"], s["world"], s["episode"], tick, stream)
 
@@ -146,7 +147,8 @@ class Scripted:
         """Row of the parameter table per agent: int64 [B, N], fixed through a life."""
         n, count = self.town.num_agents, len(self._table)
         if self.seed is None:
-            return (state["world"] % count)[:, None].expand(-1, n)
+            row = torch.arange(state.batch_size[0], device=self.town.device) % count
+            return row[:, None].expand(-1, n)
         agent = torch.arange(n, device=self.town.device)[:, None]
         zero = torch.zeros_like(state["world"])
         seed = state["seed"] * 1_000_003 + self.seed
@@ -176,7 +178,7 @@ class Scripted:
         phase = town._phase(s["tick"]).long()
         each = torch.arange(f, device=x.device)[:, None, None]
 
-        def column(c) -> Tensor:  # type: ignore[no-untyped-def]
+        def column(c) -> Tensor:
             """[F, 1, B or 1] values of a column in the current phase."""
             if len(c.phases) == 1:
                 return c.table[0, :f, None, None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipeline.town.config import Affordance, Pack, PackError
+from pipeline.town.config import Affordance, Pack
 from pipeline.town.counter import mix, tick_hash, to_unit
 
 
@@ -17,9 +17,10 @@ class Column:
     """
 
     def __init__(self, phases: list[list[float]], default: float, dtype: torch.dtype, device: str):
-        same = all(values == phases[0] for values in phases)
-        self.phases = phases[:1] if same else phases
-        self.default, self.dtype = default, dtype
+        cast = float if dtype.is_floating_point else int
+        rows = [[cast(value) for value in values] for values in phases]
+        self.phases = rows[:1] if all(row == rows[0] for row in rows) else rows
+        self.default, self.dtype = cast(default), dtype
         table = [[*values, default] for values in self.phases]
         self.table = torch.tensor(table, dtype=dtype, device=device)
 
@@ -52,7 +53,7 @@ def phase_packs(pack: Pack) -> list[Pack]:
     for change in sorted(pack.schedule, key=lambda change: change.tick):
         now = phases[-1]
 
-        def changed(a: Affordance, change=change) -> Affordance:  # type: ignore[no-untyped-def]
+        def changed(a: Affordance, change=change) -> Affordance:
             factor = change.price_factor.get(a.name, 1.0)
             return a.model_copy(
                 update={
@@ -126,11 +127,6 @@ def teleport_targets(pack: Pack, layouts: Tensor) -> Tensor:
             tagged = [
                 i for i, a in enumerate(pack.affordances) if named.tag in a.tags and i != index
             ]
-            if not tagged:
-                raise PackError(
-                    f"{pack.name}: affordances.{affordance.name}.on_completion: no other affordance "
-                    f"is tagged {named.tag!r}; add the tag to one"
-                )
             place, other = layouts[:, index, None], layouts[:, tagged]
             distance = (place % width - other % width).abs() + (
                 place // width - other // width

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from pipeline.town import tables
 from pipeline.town.config import BASE_ACTIONS, Condition, Pack
-from pipeline.town.cues import CueRules
 from pipeline.town.counter import episode_key, tick_hash
+from pipeline.town.cues import CueRules
 from pipeline.town.tables import Column
 
 UP, DOWN, LEFT, RIGHT, INTERACT, WAIT = range(6)
@@ -98,7 +98,7 @@ class Town:
         self._phase_ticks = [change.tick for change in sorted(pack.schedule, key=lambda c: c.tick)]
         of = [phase.affordances for phase in phases]
 
-        def amounts(read) -> list[Column | None]:  # type: ignore[no-untyped-def]
+        def amounts(read) -> list[Column | None]:
             """One column per meter of `read(affordance, meter)`; None where it is all zero."""
             columns = []
             for name in pack.meter_names:
@@ -107,8 +107,8 @@ class Town:
                 columns.append(None if column.is_default else column)
             return columns
 
-        def numbers(read, default: int = 0) -> Column:  # type: ignore[no-untyped-def]
-            values = [[read(a) for a in affordances] for affordances in of]
+        def numbers(read, default: int = 0) -> Column:
+            values = [[float(read(a)) for a in affordances] for affordances in of]
             return Column(values, default, torch.int32, dev)
 
         scale = 1 if pack.temporal else None
@@ -123,7 +123,9 @@ class Town:
         self._has_refund = any(self._refund) and pack.temporal
         self._duration = numbers(lambda a: a.duration, default=1)
         self._open_bits = numbers(tables.open_bits)
-        limits = [a.capacity or (1 if a.exclusive else pack.agents) for a in pack.affordances]
+        limits = [
+            float(a.capacity or (1 if a.exclusive else pack.agents)) for a in pack.affordances
+        ]
         self._capacity = Column([limits], pack.agents, torch.int32, dev)
         self._contended = min(limits, default=pack.agents) < pack.agents
         self._held = numbers(lambda a: int(not a.interruptible))
@@ -235,10 +237,7 @@ class Town:
         return TensorDict(shown, batch_size=[fields["tick"].shape[0]])
 
     def _unpack_state(self, state: TensorDict) -> dict[str, Tensor]:
-        return {
-            name: value.permute(*reversed(range(value.ndim)))
-            for name, value in state.items()  # type: ignore[union-attr]
-        }
+        return {name: value.permute(*reversed(range(value.ndim))) for name, value in state.items()}
 
     # ------------------------------------------------------------------ one tick
 

@@ -1,0 +1,189 @@
+"""Tune a pack's expert by the cross-entropy method and freeze it in the pack.
+
+    python -m pipeline.town.tune PACK.yaml [--generations 30] [--candidates 32] [--worlds 32]
+
+Every candidate plays the same worlds (same layouts, starts and ties), four or more lives each; the
+best quarter moves the mean and the spread of the next generation (Rubinstein 1999). The result is
+measured on layouts that tuning never saw and written into the `experts` section, which must be the
+last of the file. An interrupt writes the best mean so far.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from rich.progress import Progress
+from torch import Tensor
+
+from pipeline.town import personalities
+from pipeline.town.config import Pack, PackError, load_pack
+from pipeline.town.players import Scripted
+from pipeline.town.town import Town
+
+ADDITIVE = {"rest_bonus": 0.01}  # spread of parameters that may be negative
+FROZEN = {"wander"}
+NOTE = (
+    "# Found by `python -m pipeline.town.tune`; mean return of a life on layouts tuning never saw."
+)
+HELD_OUT_LAYOUTS = 1_000_003  # layout seed of everything that is reported
+
+
+@torch.no_grad()
+def play(
+    town: Town, players: Scripted, seed: int, worlds: int, repeat: int = 1
+) -> dict[str, Tensor]:
+    """One life in each of `worlds` worlds, each played `repeat` times side by side.
+
+    Returns per agent, f32 [worlds, repeat, N]: `returns` (sum of rewards), `life` (ticks lived),
+    `retired` (1.0 or 0.0).
+    """
+    state = town.reset(seed, worlds)
+    if repeat > 1:
+        state = state[torch.arange(worlds, device=town.device).repeat_interleave(repeat)]
+    memory = players.reset(state)
+    returns = torch.zeros_like(state["reward"])
+    life = torch.zeros_like(returns)
+    for _ in range(town.lifespan):
+        life += state["alive"] & ~state["over"][:, None]
+        actions, _, memory = players.act(state, memory)
+        state = town.step_core(state, actions)
+        returns += state["reward"]
+    shape = (worlds, repeat, town.num_agents)
+    return {
+        "returns": returns.view(shape),
+        "life": life.view(shape),
+        "retired": (state["alive"] & (life >= town.lifespan)).float().view(shape),
+    }
+
+
+def tune(
+    pack: Pack,
+    start: dict[str, float],
+    fixed: dict[str, float],
+    generations: int,
+    candidates: int,
+    worlds: int,
+    seed: int,
+    alone_weight: float,
+    progress: Progress | None = None,
+    spread: float = 0.35,
+) -> dict[str, float]:
+    """Parameters with the highest mean return found; see the module docstring."""
+    names = personalities.parameter_names(pack)
+    town = Town(pack, layout_seed=seed)
+    lone = Town(pack.model_copy(update={"agents": 1}), layout_seed=seed)
+    additive = torch.tensor([name in ADDITIVE for name in names])
+    held = torch.tensor([name in FROZEN or name in fixed for name in names])
+    start = start | fixed
+    mean = torch.tensor([start[n] if n in ADDITIVE else max(start[n], 1e-4) for n in names])
+    mean = torch.where(additive, mean, mean.clamp(min=1e-6).log())
+    deviation = torch.tensor([ADDITIVE.get(n, spread if "comfort" not in n else spread / 2)
+                              for n in names])  # fmt: skip
+    deviation[held] = 0.0
+    exact = torch.tensor([start[n] for n in names])
+    generator = torch.Generator().manual_seed(seed)
+    limit = torch.tensor([0.95 if n.startswith("comfort") else 1e6 for n in names])
+    task = progress.add_task("tuning", total=generations) if progress else None
+
+    def decode(rows: Tensor) -> Tensor:
+        values = torch.where(additive, rows, rows.exp()).minimum(limit)
+        return torch.where(held, exact, values)
+
+    try:
+        for generation in range(generations):
+            noise = torch.randn(candidates, len(names), generator=generator)
+            rows = mean + deviation * noise
+            rows[0] = mean
+            table = decode(rows)
+            score = torch.zeros(candidates)
+            for world, weight in ((town, 1.0 - alone_weight), (lone, alone_weight)):
+                if weight:
+                    players = Scripted.from_parameters(world, table)
+                    count = worlds if world is town else worlds * town.num_agents // 2
+                    result = play(world, players, seed + generation, count, candidates)
+                    score += weight * result["returns"].mean((0, 2))
+            elite = rows[score.topk(max(2, candidates // 4)).indices]
+            mean = 0.3 * mean + 0.7 * elite.mean(0)
+            deviation = 0.3 * deviation + 0.7 * elite.std(0)
+            deviation[held] = 0.0
+            if progress and task is not None:
+                text = f"mean {score[0]:.1f} best {score.max():.1f}"
+                progress.update(task, advance=1, description=text)
+                progress.console.print(f"generation {generation}: {text}")
+    except KeyboardInterrupt:
+        print("interrupted: keeping the mean so far", file=sys.stderr)
+    values = decode(mean[None])[0].tolist()
+    return {name: float(f"{v:.4g}") for name, v in zip(names, values, strict=True)}
+
+
+def measure(pack: Pack, name: str, worlds: int, seed: int) -> dict[str, float]:
+    """Mean return of a character, contended and alone, on layouts no tuning has seen."""
+    found = {}
+    for label, agents in (("contended", pack.agents), ("alone", 1)):
+        town = Town(pack.model_copy(update={"agents": agents}), layout_seed=HELD_OUT_LAYOUTS)
+        returns = play(town, Scripted(town, [name]), seed, worlds)["returns"]
+        found[label] = round(returns.mean().item(), 2)
+    return found
+
+
+def write_experts(path: Path, experts: dict[str, dict]) -> None:
+    """Replace the pack's last section, keeping everything before it as it is."""
+    head = path.read_text(encoding="utf-8").split("\nexperts:")[0].rstrip()
+    head = head.removesuffix(NOTE).rstrip()
+    lines = [NOTE, "experts:"]
+    for name, settings in experts.items():
+        lines.append(f"  {name}:")
+        lines += [f"    {k}: {v}" for k, v in settings.items() if k != "parameters"]
+        lines.append("    parameters:")
+        lines += [f"      {k}: {v}" for k, v in settings["parameters"].items()]
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(head + "\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("pack", type=Path, help="pack file; its `experts` section is rewritten")
+    parser.add_argument("--generations", type=int, default=30)
+    parser.add_argument("--candidates", type=int, default=32)
+    parser.add_argument("--worlds", type=int, default=32, help="worlds per candidate")
+    parser.add_argument("--alone-weight", type=float, default=0.25, help="weight of lone lives")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(arguments)
+    try:
+        pack = load_pack(args.pack)
+    except PackError as error:
+        print(f"tune: {error}", file=sys.stderr)
+        return 2
+    experts: dict[str, dict] = {}
+    with Progress() as progress:
+        for name, fixed in (("expert", {}), ("expert_ignoring", {"occupied_wait": 0.0})):
+            if name != "expert" and pack.agents == 1:
+                continue
+            start = personalities.parameters(pack, name)
+            found = tune(
+                pack, start, fixed, args.generations, args.candidates, args.worlds, args.seed,
+                args.alone_weight if pack.agents > 1 else 0.0, progress,
+            )  # fmt: skip
+            experts[name] = {"parameters": found}
+            pack = pack.model_copy(update={"experts": load_settings(pack, experts)})
+    for name, settings in experts.items():
+        experts[name] = measure(pack, name, 256, args.seed) | settings
+    write_experts(args.pack, experts)
+    load_pack(args.pack)
+    print({name: {k: v for k, v in e.items() if k != "parameters"} for name, e in experts.items()})
+    return 0
+
+
+def load_settings(pack: Pack, experts: dict[str, dict]) -> dict:
+    """The pack's expert settings with the newly found ones on top."""
+    from pipeline.town.config import ExpertSettings
+
+    return dict(pack.experts) | {k: ExpertSettings.model_validate(v) for k, v in experts.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

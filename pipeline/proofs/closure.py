@@ -92,9 +92,9 @@ def close(graph: Graph, rounds: int = 8, budget: int = 20_000_000) -> Closure:
             strength = -torch.log1p(-(confidence[rule] * log_p.exp()).clamp(max=1 - 1e-6))
             total = torch.zeros(len(keys)).index_add_(0, inverse, strength)
             parts.append((keys, torch.full_like(keys, rule), total, count.float()))
-        keys, rule_ids, strength, count = (torch.cat(p) for p in zip(*parts)) if parts else ()
-        if keys.numel() == 0:
+        if sum(len(p[0]) for p in parts) == 0:
             break
+        keys, rule_ids, strength, count = (torch.cat(p) for p in zip(*parts))
         atoms, inverse = keys.unique(return_inverse=True)
         evidence = torch.zeros(len(atoms)).index_add_(0, inverse, strength).clamp(max=MAX_EVIDENCE)
         scored.append(

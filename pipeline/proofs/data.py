@@ -242,6 +242,12 @@ def write_graph(graph: Graph, folder: str | Path) -> None:
         (folder / f"{split}.txt").write_text(text, encoding="utf-8")
     rules = "".join(f"{r.name}:{r.weight:g}:{r}\n" for r in graph.rules)
     (folder / "rules.txt").write_text(rules, encoding="utf-8")
+    if graph.domains:
+        lines = (
+            f"{name} {' '.join(graph.entities[i] for i in members.tolist())}\n"
+            for name, members in graph.domains.items()
+        )
+        (folder / "domain2constants.txt").write_text("".join(lines), encoding="utf-8")
 
 
 def _first(folder: Path, split: str) -> Path | None:

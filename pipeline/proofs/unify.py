@@ -57,6 +57,8 @@ class Successors(NamedTuple):
         count: float [B, S] ways in which the body of a rule holds; 0 for other kinds.
         legal: bool [B, S], a prefix.
         dropped: int64 [B] successors that did not fit the budget.
+        bindings: int64 [B, S, 2] arguments of the fact or lemma of each successor; None unless
+            asked for.
     """
 
     goals: Tensor
@@ -65,6 +67,7 @@ class Successors(NamedTuple):
     count: Tensor
     legal: Tensor
     dropped: Tensor
+    bindings: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -149,17 +152,20 @@ def _usual_matches(index: Index) -> int:
 # One resolution step
 
 
-def expand(engine: Engine, goals: Tensor, query_key: Tensor) -> Successors:
+def expand(
+    engine: Engine, goals: Tensor, query_key: Tensor, bindings: bool = False
+) -> Successors:
     """All successors of proof states.
 
     Args:
         goals: int64 [B, A, 3], canonical.
         query_key: int64 [B] key of the atom that is being proven; never used as a fact.
+        bindings: also return what each fact or lemma binds, for traces.
     """
     size, (room, num_facts, num_lemmas) = engine.num_entities, engine.budget
     goals = goals.long()
     ground_bound = engine.budget.lemmas > 0
-    front, rest = _select(engine, goals)
+    front, rest = select_goal(engine, goals)
     predicate, left, right = front.unbind(-1)
     left_free, right_free = left >= size, right >= size
     is_open = left_free | right_free
@@ -214,7 +220,12 @@ def expand(engine: Engine, goals: Tensor, query_key: Tensor) -> Successors:
     order = (~legal).to(torch.int8).argsort(dim=1, stable=True)
     gathered = successors.gather(1, order[..., None, None].expand_as(successors))
     legal = legal.gather(1, order)
+    bound_to = None
+    if bindings:
+        bound_to = _fill(torch.stack([first, second], -1), engine.width, -1)
+        bound_to = bound_to.gather(1, order[..., None].expand_as(bound_to))
     return Successors(
+        bindings=bound_to,
         goals=torch.where(legal[..., None, None], gathered, PAD).int(),
         kind=torch.where(legal, kind.gather(1, order), 0).to(torch.int16),
         evidence=torch.where(legal, evidence.gather(1, order), HOPELESS),
@@ -224,7 +235,7 @@ def expand(engine: Engine, goals: Tensor, query_key: Tensor) -> Successors:
     )
 
 
-def _select(engine: Engine, goals: Tensor) -> tuple[Tensor, Tensor]:
+def select_goal(engine: Engine, goals: Tensor) -> tuple[Tensor, Tensor]:
     """The goal with the fewest matching facts [B, 3], and the others in order [B, A, 3].
 
     Ground goals come first, then those with a bound argument. SLD resolution is complete under
@@ -396,9 +407,9 @@ def _ground_evidence(engine: Engine, goals: Tensor, query_key: Tensor) -> Tensor
 
 
 def _fill(x: Tensor, width: int, value: int) -> Tensor:
-    """Pad dimension 1 to a width."""
+    """Pad dimension 1 to at least a width."""
     missing = width - x.shape[1]
-    if missing == 0:
+    if missing <= 0:
         return x
     return torch.cat([x, torch.full_like(x[:, :1], value).expand(-1, missing, *x.shape[2:])], 1)
 

@@ -30,7 +30,7 @@ from pipeline.proofs.unify import (
 )
 from pipeline.town.counter import counter_uniform
 
-ROUND_STEP = 10.0  # log-odds between evidence of one round and of the next
+ROUND_STEP = 24.0  # log-odds between evidence of one round and of the next
 TRIES = 4  # uniform corruptions tried before a slot asks a positive query instead
 _PICK, _DERIVABLE, _CORRUPT, _ENTITY = 0, 1, 2, 3  # streams of the counter generator
 
@@ -353,10 +353,15 @@ def prior_log_odds(closure: Closure, keys: Tensor) -> Tensor:
     """
     place, found = find(closure.keys, keys)
     derived = found & (closure.round[place] > 0)
+    odds = log_odds_of(closure, keys) - ROUND_STEP * (closure.round[place] - 1)
+    return torch.where(derived, odds, -ROUND_STEP * 100)
+
+
+def log_odds_of(closure: Closure, keys: Tensor) -> Tensor:
+    """float [...] log-odds of the noisy-or alone, within -10 and 14; -10 where nothing derives."""
+    place, found = find(closure.keys, keys)
     log_p = torch.log(-torch.expm1(-closure.evidence[place])).clamp(min=NO_EVIDENCE)
-    odds = log_odds(log_p).clamp(-ROUND_STEP / 2, ROUND_STEP / 2 + 9)
-    odds = odds - ROUND_STEP * 2 * (closure.round[place] - 1)
-    return torch.where(derived, odds, -ROUND_STEP * 2.0 * 20)
+    return torch.where(found & (closure.round[place] > 0), log_odds(log_p), -10.0).clamp(-10, 14)
 
 
 def _replaced(triple: Tensor, tail: Tensor, entity: Tensor) -> Tensor:

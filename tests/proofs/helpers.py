@@ -24,7 +24,7 @@ def shared_graph(name: str) -> Path:
 def rule(text: str, name: str = "r") -> Rule:
     """`p(X,Y), q(Y,Z) -> r(X,Z)`."""
     body, head = text.split("->")
-    atoms = [parse_atom(a + ")") for a in body.strip().strip(",").split(")") if a.strip(" ,")]
+    atoms = [parse_atom(a.strip(" ,") + ")") for a in body.strip().strip(",").split(")") if a.strip(" ,")]
     return Rule(name, 1.0, tuple(Triple(*a) for a in atoms), parse_atom(head))
 
 

@@ -1,0 +1,91 @@
+"""A trained prover on disk: weights, graph and rules in one folder, hash-checked, never pickled."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from pipeline.files import HamletError, atomic_dir, check_card, write_card, write_json, read_json
+from pipeline.proofs.closure import close
+from pipeline.proofs.data import Graph, load_graph, write_graph
+from pipeline.proofs.kinship import kinship_graph
+from pipeline.proofs.policy import Prover, ProverInput, ProverShape, entity_signature
+from pipeline.proofs.unify import Budget
+from pipeline.proofs.world import ProofWorld, WorldConfig
+
+
+def open_graph(data: str, seed: int) -> Graph:
+    """The graph named in the params: "kinship" for the embedded one, else a data set folder.
+
+    Raises:
+        HamletError: the folder is missing or cannot be read.
+    """
+    if data == "kinship":
+        return kinship_graph(seed=seed)
+    if not Path(data).is_dir():
+        raise HamletError(
+            f"proofs.data is {data!r}, which is no folder", "give a folder with train.txt, or kinship"
+        )
+    return load_graph(data)
+
+
+def build_world(graph: Graph, rounds: int, config: WorldConfig | None = None) -> ProofWorld:
+    """Forward-chain a graph and make its world."""
+    return ProofWorld(graph, close(graph, rounds), config)
+
+
+def save_prover(folder: str | Path, prover: Prover, world: ProofWorld, rounds: int) -> None:
+    """Write `folder` (whole or not at all) and its card beside it."""
+    with atomic_dir(folder) as temporary:
+        torch.save(
+            {k: v for k, v in prover.state_dict().items() if k != "signature"},
+            temporary / "weights.pt",
+        )
+        write_graph(world.graph, temporary / "graph")
+        write_json(
+            temporary / "prover.json",
+            {
+                "graph": world.graph.name,
+                "hidden": prover.shape.hidden,
+                "rounds": rounds,
+                "budget": world.engine.budget._asdict(),
+                "config": asdict(world.config),
+            },
+        )
+    write_card(folder, kind="prover", schema={})
+
+
+def load_prover(folder: str | Path = "artifacts/prover") -> tuple[Prover, ProofWorld]:
+    """The prover and its world, ready for `pipeline.proofs.ask`.
+
+    Raises:
+        HamletError: the folder is missing or differs from its card.
+    """
+    folder = Path(folder)
+    check_card(folder)
+    told = read_json(folder / "prover.json")
+    graph = load_graph(folder / "graph")
+    config = told["config"] | {"rewards": tuple(map(tuple, told["config"]["rewards"]))}
+    world = ProofWorld(
+        graph, close(graph, told["rounds"]), WorldConfig(**config), Budget(**told["budget"])
+    )
+    shape = ProverShape(
+        graph.num_predicates,
+        graph.num_entities,
+        world.engine.num_kinds,
+        world.engine.width,
+        told["hidden"],
+    )
+    prover = Prover(shape, entity_signature(graph))
+    weights = torch.load(folder / "weights.pt", weights_only=True)
+    prover.load_state_dict(weights | {"signature": prover.signature})
+    return prover.eval(), world
+
+
+def example_inputs(world: ProofWorld, count: int = 3) -> dict[str, torch.Tensor]:
+    """Observations to export the scorer with: training queries at their roots."""
+    world.train()
+    seen = world.observe(world.reset(0, count))
+    return {name: seen[name] for name in ProverInput._fields}

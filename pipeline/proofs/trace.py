@@ -1,0 +1,334 @@
+"""Questions in text, answers with their proofs: as indented text and as a picture (SVG)."""
+
+from __future__ import annotations
+
+import difflib
+import html
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeline.files import HamletError
+from pipeline.proofs.data import Triple, parse_atom
+from pipeline.proofs.knowledge import find
+from pipeline.proofs.policy import Prover
+from pipeline.proofs.unify import LEMMA, PAD, expand, select_goal
+from pipeline.proofs.world import ProofWorld, log_odds_of, prior_log_odds
+
+
+@dataclass(frozen=True)
+class Proof:
+    """One atom and why it holds: a fact, or a rule whose body atoms hold (children, in order).
+
+    `rule` is its name and text, empty for a fact.
+    """
+
+    atom: Triple
+    rule: str
+    children: tuple[Proof, ...] = ()
+
+    def lines(self, indent: int = 0) -> list[str]:
+        """Indented text: the atom, the rule that gives it, then the atoms of the body."""
+        why = "fact" if not self.rule else f"by {self.rule}"
+        lines = [f"{'  ' * indent}{self.atom}  [{why}]"]
+        for child in self.children:
+            lines += child.lines(indent + 1)
+        return lines
+
+    def facts(self) -> list[Triple]:
+        """The facts it rests on."""
+        if not self.rule:
+            return [self.atom]
+        return list(dict.fromkeys(f for child in self.children for f in child.facts()))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer: the atom, the probability that the prover gives it, and the proof.
+
+    A known fact has probability 1 and is its own proof.
+    """
+
+    atom: Triple
+    probability: float
+    proof: Proof
+
+    def __str__(self) -> str:
+        if not self.proof.rule:
+            return f"{self.atom}  1.000\n  known fact"
+        lines = "\n".join(self.proof.lines(1))
+        return f"{self.atom}  {self.probability:.3f}\n{lines}"
+
+
+# ------------------------------------------------------------------------------------------------
+# Questions
+
+
+def ask(text: str, prover: Prover, world: ProofWorld, limit: int = 10) -> list[Answer]:
+    """Answer `predicate(entity, X)`: known facts first, then what can be proven, best first.
+
+    An argument is an entity if the graph knows it, else a variable if it begins with a capital or
+    an underscore; a variable that occurs twice stands for one entity. Each answer prints as text.
+
+    Args:
+        limit: at most so many answers.
+
+    Raises:
+        HamletError: the text is no atom, or names an unknown predicate or entity; names the
+            nearest known one.
+    """
+    graph, size = world.graph, world.graph.num_entities
+    atom = parse_atom(text)
+    predicate = _lookup(atom.predicate, graph.predicates, "predicate")
+    arguments = [
+        None if name not in graph.entities and (name[0].isupper() or name[0] == "_")
+        else _lookup(name, graph.entities, "entity")
+        for name in (atom.head, atom.tail)
+    ]  # fmt: skip
+    closure = world.closure
+    keys = closure.keys[closure.keys // size**2 == predicate]
+    head, tail = keys // size % size, keys % size
+    fits = torch.ones_like(keys, dtype=torch.bool)
+    for column, wanted in ((head, arguments[0]), (tail, arguments[1])):
+        if wanted is not None:
+            fits &= column == wanted
+    if arguments == [None, None] and atom.head == atom.tail:
+        fits &= head == tail
+    triples = torch.stack([torch.full_like(head, predicate), head, tail], -1)[fits]
+    known = find(world.engine.facts.keys, keys[fits])[1]
+    answers = [Answer(_name(world, t), 1.0, Proof(_name(world, t), "")) for t in triples[known]]
+    if len(answers) < limit and bool((~known).any()):
+        answers += _proven(triples[~known], prover, world, limit - len(answers))
+    return answers[:limit]
+
+
+def _proven(triples: Tensor, prover: Prover, world: ProofWorld, limit: int) -> list[Answer]:
+    """Answers for derived atoms, most probable first."""
+    with torch.no_grad():
+        world.eval(triples)
+        score = prover.see(world.observe(world.reset(0, len(triples)))).score
+        world.train()
+    # Scores keep later rounds below earlier ones; what is shown is the probability itself.
+    keys = world.graph.key(triples)
+    shown = score - prior_log_odds(world.closure, keys) + log_odds_of(world.closure, keys)
+    found: list[Answer] = []
+    for row in score.argsort(descending=True, stable=True).tolist():
+        if len(found) == limit:
+            break
+        proof = prove(triples[row], prover, world)
+        if proof is not None:
+            found.append(Answer(proof.atom, float(shown[row].sigmoid()), proof))
+    return found
+
+
+def _lookup(name: str, names: tuple[str, ...], what: str) -> int:
+    if name in names:
+        return names.index(name)
+    near = difflib.get_close_matches(name, names, 1, cutoff=0.4)
+    fix = f"did you mean {near[0]}?" if near else f"known are for example {', '.join(names[:5])}"
+    if what == "entity":
+        fix += " (a variable begins with a capital)"
+    raise HamletError(f"the {what} {name} is unknown", fix)
+
+
+def _name(world: ProofWorld, triple: Tensor) -> Triple:
+    predicate, head, tail = triple.tolist()
+    graph = world.graph
+    return Triple(graph.predicates[predicate], graph.entities[head], graph.entities[tail])
+
+
+# ------------------------------------------------------------------------------------------------
+# Proofs
+
+
+@torch.no_grad()
+def prove(triple: Tensor, prover: Prover, world: ProofWorld) -> Proof | None:
+    """The prover's greedy proof of one atom int64 [3], or None."""
+    world.eval(triple[None])
+    state = world.reset(0, 1)
+    replay = _Replay(world, triple)
+    proof = None
+    while True:
+        logits = prover.see(world.observe(state)).logits
+        action = logits.masked_fill(~state["action_mask"], -math.inf).argmax(-1)
+        if int(action) == world.engine.width:
+            break
+        replay.step(state, int(action))
+        state = world.step_core(state, action)
+        if bool(state["success"]):
+            proof = replay.proof()
+        if bool(state["done"]):
+            break
+    world.train()
+    return proof
+
+
+class _Replay:
+    """Follows the engine's steps with terms whose variables become bound, to get the proof tree.
+
+    A term is an entity id or a `_Variable`.
+    """
+
+    def __init__(self, world: ProofWorld, triple: Tensor) -> None:
+        self.world = world
+        predicate, head, tail = triple.tolist()
+        self.query = (predicate, head, tail)
+        self.root = _Node(predicate, (head, tail))
+        self.open = [self.root]
+
+    def value(self, term: int | _Variable) -> int | _Variable:
+        while isinstance(term, _Variable) and term.value is not None:
+            term = term.value
+        return term
+
+    def step(self, state, action: int) -> None:
+        """One resolution step: `state` of one slot, before it."""
+        engine, graph = self.world.engine, self.world.graph
+        kind = int(state["kind"][0, action])
+        after = state["successors"][0, action].long()
+        position = self._selected(state["goals"])
+        node = self.open.pop(position)
+        if kind >= 2:
+            rule = engine.rules
+            number = kind - 2
+            variables: dict[int, int | _Variable] = {}
+            for pattern, term in zip(rule.head[number, 1:].tolist(), node.terms):
+                if pattern in variables:
+                    self._unify(variables[pattern], term)
+                variables.setdefault(pattern, term)
+            children = []
+            for atom in rule.body[number, : int(rule.lengths[number])].tolist():
+                terms = tuple(variables.setdefault(v, _Variable()) for v in atom[1:])
+                children.append(_Node(atom[0], terms))
+            node.rule = f"{graph.rules[number].name}: {graph.rules[number]}"
+            node.children = children
+            self.open = children + self.open
+        else:
+            # The engine bound the goal to an atom: find which from the candidates it lists.
+            first, second = self._binding(state, action)
+            self._unify(node.terms[0], first)
+            self._unify(node.terms[1], second)
+            if kind == LEMMA:
+                self.open.insert(0, node)
+        self._close_facts(after)
+
+    def _selected(self, goals: Tensor) -> int:
+        rest = select_goal(self.world.engine, goals)[1]
+        return int((rest[0, :, 0] == PAD).int().argmax())
+
+    def _binding(self, state, action: int) -> tuple[int, int]:
+        found = expand(
+            self.world.engine, state["goals"], self.world.graph.key(state["query"]), bindings=True
+        )
+        same = (found.goals[0] == state["successors"][0, action]).flatten(1).all(1)
+        same &= found.kind[0] == state["kind"][0, action]
+        place = int((same & found.legal[0]).int().argmax())
+        first, second = found.bindings[0, place].tolist()
+        return first, second
+
+    def _unify(self, one: int | _Variable, other: int | _Variable) -> None:
+        one, other = self.value(one), self.value(other)
+        if isinstance(one, _Variable):
+            if one is not other:
+                one.value = other
+        elif isinstance(other, _Variable):
+            other.value = one
+
+    def _close_facts(self, after: Tensor) -> None:
+        """Drop what the engine dropped: facts, and goals that occur twice."""
+        kept: list[_Node] = []
+        seen: dict[tuple, _Node] = {}
+        size, facts = self.world.graph.num_entities, self.world.engine.facts.keys
+        for node in self.open:
+            terms = tuple(self.value(t) for t in node.terms)
+            name = (node.predicate, *(t if isinstance(t, int) else id(t) for t in terms))
+            if all(isinstance(t, int) for t in terms) and name != self.query:
+                key = torch.tensor([(node.predicate * size + terms[0]) * size + terms[1]])
+                if bool(find(facts, key)[1]):
+                    continue
+            if name in seen:
+                node.same_as = seen[name]
+                continue
+            seen[name] = node
+            kept.append(node)
+        self.open = kept
+        if len(kept) != int((after[:, 0] >= 0).sum()):
+            raise AssertionError("the replay lost track of the engine")
+
+    def proof(self) -> Proof:
+        graph = self.world.graph
+
+        def build(node: _Node) -> Proof:
+            if node.same_as is not None:
+                return build(node.same_as)
+            head, tail = (self.value(t) for t in node.terms)
+            assert isinstance(head, int)
+            assert isinstance(tail, int)
+            atom = Triple(graph.predicates[node.predicate], graph.entities[head], graph.entities[tail])
+            return Proof(atom, node.rule, tuple(build(child) for child in node.children))
+
+        return build(self.root)
+
+
+class _Variable:
+    def __init__(self) -> None:
+        self.value: int | _Variable | None = None
+
+
+class _Node:
+    def __init__(self, predicate: int, terms: tuple) -> None:
+        self.predicate, self.terms = predicate, terms
+        self.rule = ""
+        self.children: list[_Node] = []
+        self.same_as: _Node | None = None
+
+
+# ------------------------------------------------------------------------------------------------
+# Pictures
+
+
+def proof_svg(proof: Proof) -> str:
+    """A graph picture: entities on a circle, the facts used as arrows, the answer dashed."""
+    facts = proof.facts()
+    names = list(dict.fromkeys(e for t in [proof.atom, *facts] for e in (t.head, t.tail)))
+    radius = 70 + 22 * len(names)
+    centre = radius + 90
+    at = {
+        name: (
+            centre + radius * math.cos(2 * math.pi * i / len(names) - math.pi / 2),
+            centre + radius * math.sin(2 * math.pi * i / len(names) - math.pi / 2),
+        )
+        for i, name in enumerate(names)
+    }
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * centre} {2 * centre}" '
+        'font-family="sans-serif" font-size="14" text-anchor="middle">',
+        '<defs><marker id="tip" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="8" '
+        'markerHeight="8" orient="auto"><path d="M0 0L10 5L0 10z"/></marker></defs>',
+        f"<title>{html.escape(str(proof.atom))}</title>",
+    ]
+    for number, (atom, dashed) in enumerate([(proof.atom, True), *((f, False) for f in facts)]):
+        parts += _arrow(atom.predicate, at[atom.head], at[atom.tail], dashed, number)
+    for name, (x, y) in at.items():
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="24" fill="#eef" stroke="#335"/>')
+        parts.append(f'<text x="{x:.1f}" y="{y + 5:.1f}">{html.escape(name)}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _arrow(
+    label: str, start: tuple[float, float], end: tuple[float, float], dashed: bool, number: int
+) -> list[str]:
+    (x0, y0), (x1, y1) = start, end
+    length = math.hypot(x1 - x0, y1 - y0) or 1.0
+    ux, uy = (x1 - x0) / length, (y1 - y0) / length
+    bend = 18 + 14 * (number % 3)
+    mx, my = (x0 + x1) / 2 - uy * bend, (y0 + y1) / 2 + ux * bend
+    style = ' stroke-dasharray="6 4" stroke="#b33"' if dashed else ' stroke="#333"'
+    return [
+        f'<path d="M{x0 + 24 * ux:.1f} {y0 + 24 * uy:.1f}Q{mx:.1f} {my:.1f} '
+        f'{x1 - 26 * ux:.1f} {y1 - 26 * uy:.1f}" fill="none" marker-end="url(#tip)"{style}/>',
+        f'<text x="{(x0 + x1) / 4 + mx / 2:.1f}" y="{(y0 + y1) / 4 + my / 2 - 4:.1f}">'
+        f"{html.escape(label)}</text>",
+    ]

@@ -1,0 +1,296 @@
+"""The command `hamlet`: watch the agent play, ask it for one action, see what is wrong here.
+
+Heavy packages are imported inside the commands: `act` runs without PyTorch.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.files import HamletError, atomic_path, how_to_make
+
+AGENT = Path("artifacts/agent.onnx")
+UNSEEN_MAPS = 2_000_003  # added to a world's number: maps that no stage has played
+P = ParamSpec("P")
+
+app = typer.Typer(
+    no_args_is_help=True, pretty_exceptions_show_locals=False, help="Agents that live in the town."
+)
+AgentFile = Annotated[Path, typer.Option(help="The exported agent; its card stands beside it.")]
+
+
+def told_in_one_line(command: Callable[P, None]) -> Callable[P, None]:
+    """A user's error is one red line and exit code 1, Ctrl-C is exit code 130."""
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except HamletError as error:
+            Console(stderr=True).print(
+                str(error), style="red", markup=False, highlight=False, soft_wrap=True
+            )
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+    return wrapped
+
+
+# ------------------------------------------------------------------------------------------------
+# play
+
+
+@app.command()
+@told_in_one_line
+def play(
+    world: Annotated[
+        int, typer.Option(min=0, max=2**31 - 1, help="Seed of the world: its map and its chances.")
+    ] = 0,
+    ticks: Annotated[int, typer.Option(min=1, help="Ticks to play at most.")] = 120,
+    agent: AgentFile = AGENT,
+    gif: Annotated[Path | None, typer.Option(help="Write a GIF instead of showing it.")] = None,
+    speed: Annotated[float, typer.Option(min=0.1, help="Ticks per second on a terminal.")] = 8.0,
+) -> None:
+    """Watch the agent live in a world it has never seen; it plays every inhabitant."""
+    for package in ("torch", "tensordict", "PIL", "yaml"):
+        if find_spec(package) is None:
+            raise HamletError(
+                f"`hamlet play` runs the town, which needs {package}",
+                'run `pip install -c constraints.txt -e ".[train]"` in a virtual environment of its'
+                " own (`hamlet act` needs neither)",
+            )
+    from rich.progress import track
+
+    from pipeline.serving.agent import OnnxAgent
+    from pipeline.town import Town, render_ascii, render_png
+
+    player = OnnxAgent(agent)
+    town = Town(_pack_of(player.card, agent), num_layouts=1, layout_seed=world + UNSEEN_MAPS)
+    console = Console(highlight=False)
+    returns = [0.0] * town.num_agents
+    lived = [0] * town.num_agents
+
+    def moments() -> Iterator[tuple[Any, list[str]]]:
+        """The world at every tick, and the goal of every inhabitant."""
+        alive = [False] * town.num_agents
+        for state, goals in _episode(town, player, world, ticks):
+            for i in range(town.num_agents):
+                returns[i] += float(state["reward"][0, i])
+                lived[i] += alive[i]
+            alive = state["alive"][0].tolist()
+            yield state, goals
+
+    if gif is not None:
+        pictures = (
+            render_png(town, state, 0).quantize(64)
+            for state, _ in track(
+                moments(), "play", total=ticks + 1, console=Console(stderr=True), transient=True
+            )
+        )
+        with atomic_path(gif) as temporary:
+            first = next(pictures)
+            first.save(
+                temporary,
+                format="GIF",
+                save_all=True,
+                append_images=pictures,
+                duration=180,
+                loop=0,
+            )
+        console.print(f"{gif} written", soft_wrap=True)
+    elif console.is_terminal:
+        with Live(console=console, auto_refresh=False) as live:
+            for state, goals in moments():
+                live.update(Text(_scene(render_ascii(town, state, 0), goals)), refresh=True)
+                time.sleep(1 / speed)
+    else:
+        for state, goals in moments():
+            print(_scene(render_ascii(town, state, 0), goals), end="\n\n")
+    for i, (total, age) in enumerate(zip(returns, lived, strict=True)):
+        console.print(f"agent {i}: return {total:.1f}, lived {age} ticks")
+
+
+def _episode(town: Any, player: Any, seed: int, ticks: int) -> Iterator[tuple[Any, list[str]]]:
+    """States of one world and the goals of its living inhabitants, until the episode is over."""
+    import torch
+
+    names = player.card["town"]["goal_names"]
+    state = town.reset(seed, 1)
+    mind = player.start(town.num_agents)
+    goals = ["" for _ in range(town.num_agents)]
+    yield state, goals
+    for _ in range(ticks):
+        if not bool(state["alive"].any()) or bool(state["over"].all()):
+            return
+        seen = town.observe(state)
+        fields = {name: seen[name][0].numpy() for name in player.inputs if name in seen.keys()}  # noqa: SIM118
+        decision = player.act(fields, mind)
+        mind = decision.state
+        alive = state["alive"][0].tolist()
+        goals = [
+            names[goal] if living else ""
+            for goal, living in zip(mind["state_goal"].tolist(), alive, strict=True)
+        ]
+        state = town.step_core(state, torch.from_numpy(decision.action).unsqueeze(0))
+        yield state, goals
+
+
+def _scene(picture: str, goals: list[str]) -> str:
+    wishes = ", ".join(f"{i} {goal}" for i, goal in enumerate(goals) if goal)
+    return f"{picture}\ngoals: {wishes}" if wishes else picture
+
+
+def _pack_of(card: dict[str, Any], agent: Path) -> Any:
+    """The pack the agent was trained in: that of params.yaml, else the one its card names."""
+    from pipeline.params import load_params
+    from pipeline.town import load_pack
+
+    here = Path("params.yaml")
+    pack = load_pack(load_params(here).town.pack if here.exists() else card["town"]["pack"])
+    if pack.content_hash != card["pack"]:
+        raise HamletError(
+            f"{agent} was trained in another town pack: its card says {card['pack']}, the pack in "
+            f"use is {pack.content_hash}",
+            how_to_make(agent),
+        )
+    return pack
+
+
+# ------------------------------------------------------------------------------------------------
+# act
+
+
+@app.command()
+@told_in_one_line
+def act(
+    observation: Annotated[
+        Path | None,
+        typer.Argument(help="JSON file with one observation; without it, standard input."),
+    ] = None,
+    agent: AgentFile = AGENT,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            help="File that carries the agent's memory from one call to the next; a missing one "
+            "begins a life."
+        ),
+    ] = None,
+    example: Annotated[
+        bool, typer.Option("--example", help="Print a valid observation and end.")
+    ] = False,
+) -> None:
+    """One JSON observation in; the action and the thoughts behind it out, as JSON."""
+    from pipeline.serving.agent import OnnxAgent
+
+    player = OnnxAgent(agent)
+    if example:
+        print(json.dumps(_example(player), indent=1))
+        return
+    given = _read_observation(observation, player)
+    fields = player.check({name: [value] for name, value in given.items()})
+    memory = _read_memory(state, player) if state and state.exists() else player.start(1)
+    decision = player.act(fields, memory)
+    if state:
+        _write_memory(state, player, decision.state)
+    print(json.dumps(player.readable(decision), indent=2, ensure_ascii=False))
+
+
+def _read_observation(path: Path | None, player: Any) -> dict[str, Any]:
+    name = str(path) if path else "standard input"
+    if path is None and sys.stdin.isatty():
+        raise HamletError(
+            "no observation was given",
+            "name a file or pipe one in: `hamlet act --example | hamlet act`",
+        )
+    try:
+        text = path.read_text(encoding="utf-8") if path else sys.stdin.read()
+        data = json.loads(text)
+    except OSError as error:
+        raise HamletError(f"{name} cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise HamletError(
+            f"{name} is not valid JSON ({error})", "see `hamlet act --example`"
+        ) from None
+    if not isinstance(data, dict):
+        fields = ", ".join(n for n in player.inputs if not n.startswith("state_"))
+        raise HamletError(f"{name} is not a JSON object", f"its fields are {fields}")
+    return data
+
+
+def _example(player: Any) -> dict[str, Any]:
+    """An observation of nobody around, on open ground, with every action legal."""
+    import numpy as np
+
+    town = player.card["town"]
+    own = dict.fromkeys(town["meter_names"], 0.6) | {"cos_hour": 1.0}
+    values = {
+        "self_state": [own.get(name, 0.0) for name in town["self_names"]],
+        "others_action": [town["num_actions"]] * (town["num_agents"] - 1),
+        "action_mask": [True] * town["num_actions"],
+    }
+    return {
+        name: values[name]
+        if name in values
+        else np.zeros(entry["shape"][1:], entry["dtype"]).tolist()
+        for name, entry in player.inputs.items()
+        if not name.startswith("state_")
+    }
+
+
+def _read_memory(path: Path, player: Any) -> dict[str, Any]:
+    import numpy as np
+
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            saved = {name: file[name] for name in file.files}
+    except (OSError, ValueError) as error:
+        raise HamletError(
+            f"{path} does not hold an agent's memory ({type(error).__name__})", "name another file"
+        ) from None
+    if str(saved.pop("agent", "")) != player.card["sha256"]:
+        raise HamletError(f"{path} is the memory of another agent", "delete it to begin a new life")
+    return saved
+
+
+def _write_memory(path: Path, player: Any, memory: dict[str, Any]) -> None:
+    import numpy as np
+
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
+        np.savez(file, agent=np.array(player.card["sha256"]), **memory)
+
+
+# ------------------------------------------------------------------------------------------------
+# doctor
+
+
+@app.command()
+@told_in_one_line
+def doctor() -> None:
+    """What is installed, what really runs, what is stale, and the command that mends it."""
+    from pipeline.doctor import report
+
+    console = Console()
+    with console.status("looking"):
+        checks = report()
+    table = Table("", "check", "finding", "what to do", box=None, pad_edge=False)
+    colours = {"ok": "green", "warn": "yellow", "fail": "red"}
+    for check in checks:
+        word = Text(check.status, style=colours[check.status])
+        table.add_row(word, check.name, Text(check.detail), Text(check.fix))
+    console.print(table)
+    if any(check.status == "fail" for check in checks):
+        raise typer.Exit(1)

@@ -6,8 +6,7 @@ import torch
 from tensordict import TensorDict
 
 from pipeline.files import HamletError, atomic_dir, require_space, write_card, write_json
-from pipeline.learning.train_social import others_of
-from pipeline.modules.contracts import OBSERVATION_DTYPES, TownShape
+from pipeline.modules.contracts import OBSERVATION_DTYPES, TownShape, others_of
 from pipeline.params import Params
 from pipeline.town import Scripted, Town, load_pack
 from pipeline.town.personalities import HELD_OUT, TRAIN

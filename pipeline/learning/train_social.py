@@ -14,18 +14,11 @@ from pipeline.learning.log import Log
 from pipeline.learning.losses import weighted_mean
 from pipeline.learning.sequences import Lanes, per_agent
 from pipeline.learning.update import Update
-from pipeline.modules.contracts import TownShape
+from pipeline.modules.contracts import TownShape, others_of
 from pipeline.modules.social import Social
 from pipeline.params import SocialParams
 
 HISTORY_TICKS = (1, 5, 20)
-
-
-def others_of(x: Tensor) -> Tensor:
-    """[T, B, N, ...] -> [T, B, N, N-1, ...]: for every agent, the others in slot order."""
-    n = x.shape[2]
-    index = torch.tensor([[j for j in range(n) if j != i] for i in range(n)])
-    return x[:, :, index]
 
 
 def with_labels(data: TensorDict, beliefs: TensorDict) -> TensorDict:

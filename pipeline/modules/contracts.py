@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from pipeline.files import HamletError
@@ -183,6 +184,13 @@ class Features(NamedTuple):
 def rivals_of(social: SocialPrediction) -> Tensor:
     """float32 [., G] from a `SocialPrediction`."""
     return (social.goal_dist * social.confidence.unsqueeze(-1)).sum(-2)
+
+
+def others_of(x: Tensor) -> Tensor:
+    """[T, B, N, ...] -> [T, B, N, N-1, ...]: for every agent, the others in slot order."""
+    n = x.shape[2]
+    index = torch.tensor([[j for j in range(n) if j != i] for i in range(n)])
+    return x[:, :, index]
 
 
 UNCERTAINTY_REASONS = ("none", "novel_state", "high_variance")

@@ -1,0 +1,176 @@
+"""Who may know whom: the import graph of the source, and processes in which a part is absent."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CLASSES = {
+    "pipeline.modules.perception": {"perception", "freeze_perception"},
+    "pipeline.modules.world_model": {"world_model"},
+    "pipeline.modules.social": {"social"},
+    "pipeline.modules.policy": {"policy"},
+}
+STAGES = (
+    "collect", "perception", "freeze_perception", "world_model", "social", "policy", "agent",
+    "evaluate", "register",
+)  # fmt: skip
+
+
+def file_of(module: str) -> Path | None:
+    path = ROOT.joinpath(*module.split("."))
+    for candidate in (path.with_suffix(".py"), path / "__init__.py"):
+        if candidate.is_file():
+            return candidate
+    return None
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_for_types(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """What a module imports, anywhere in it; of this repository's own, the modules themselves."""
+    path = file_of(module)
+    assert path is not None, module
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                found.update(alias.name for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+                above = package.split(".")[: len(package.split(".")) - child.level + 1]
+                base = ".".join([*(above if child.level else []), *filter(None, [child.module])])
+                found.add(base)
+                found.update(f"{base}.{alias.name}" for alias in child.names)
+            if not (isinstance(child, ast.stmt) and is_for_types(child)):
+                visit(child)
+
+    visit(ast.parse(path.read_text(encoding="utf-8")))
+    own = {name for name in found if name.split(".")[0] in ("pipeline", "stages")}
+    modules = {name for name in own if file_of(name)}
+    for name in list(modules):  # importing a.b.c runs a and a.b
+        parts = name.split(".")
+        modules |= {".".join(parts[:i]) for i in range(1, len(parts))}
+    return frozenset(modules | (found - own))
+
+
+def reached(module: str) -> dict[str, str]:
+    """Everything imported, directly or not -> the module that imports it."""
+    seen: dict[str, str] = {}
+    waiting = [module]
+    while waiting:
+        current = waiting.pop()
+        for name in imports(current):
+            if name not in seen:
+                seen[name] = current
+                if name.split(".")[0] in ("pipeline", "stages"):
+                    waiting.append(name)
+    return seen
+
+
+def chain(seen: dict[str, str], name: str) -> str:
+    path = [name]
+    while path[-1] in seen and seen[path[-1]] not in path:
+        path.append(seen[path[-1]])
+    return " <- ".join(path)
+
+
+def modules_of(package: str) -> list[str]:
+    return sorted(name_of(path) for path in (ROOT / package).rglob("*.py"))
+
+
+def test_the_walk_sees_what_is_there():
+    seen = reached("stages.perception")
+    assert "pipeline.modules.perception" in seen
+    assert "torch" in {name.split(".")[0] for name in seen}
+    assert "pipeline.ort" in reached("pipeline.cli")  # imported inside a function, two steps away
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_stage_can_reach_the_class_of_another_stages_module(stage):
+    seen = reached(f"stages.{stage}")
+    bad = [name for name, owners in CLASSES.items() if name in seen and stage not in owners]
+    assert not bad, [chain(seen, name) for name in bad]
+
+
+def test_every_stage_is_looked_at():
+    import yaml
+
+    stages = set(yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"])
+    assert set(STAGES) <= stages
+    assert stages - set(STAGES) <= {
+        "prove",
+        "prove_evaluate",
+    }  # the second world has its own modules
+
+
+@pytest.mark.parametrize(
+    ("package", "forbidden"),
+    [
+        ("pipeline", "stages"),
+        ("pipeline/town", "pipeline.learning"),
+        ("pipeline/proofs", "pipeline.learning"),
+        ("pipeline/serving", "torch"),
+        ("pipeline/serving", "tensordict"),
+        ("pipeline/serving", "pipeline.modules"),
+    ],
+)
+def test_a_package_never_reaches(package, forbidden):
+    found = []
+    for module in modules_of(package):
+        seen = reached(module)
+        for name in seen:
+            if name == forbidden or name.startswith(f"{forbidden}."):
+                found.append(f"{module}: {chain(seen, name)}")
+    assert not found
+
+
+WITHOUT = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {absent}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Absent())
+{code}
+"""
+
+
+def without(absent: set[str], code: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT.format(absent=absent, code=code)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_serving_and_the_command_load_where_torch_is_absent():
+    names = [*modules_of("pipeline/serving"), "pipeline.cli", "pipeline.doctor", "pipeline.ort"]
+    train_only = {"torch", "tensordict", "mlflow", "dvc", "onnx", "onnxscript", "PIL", "yaml"}
+    done = without(train_only, "\n".join(f"import {name}" for name in names))
+    assert done.returncode == 0, done.stderr
+    assert without({"torch"}, "import pipeline.town").returncode == 1  # torch is really absent
+
+
+def test_register_loads_where_torch_is_absent():
+    done = without({"torch", "tensordict"}, "import stages.register")
+    assert done.returncode == 0, done.stderr

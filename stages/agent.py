@@ -72,7 +72,10 @@ def main() -> None:
                     "run `dvc repro`",
                 )
         policy = FrozenPolicy(
-            *(graphs[f"policy_{part}"] for part in paths.POLICY),
+            graphs["policy_prior"],
+            graphs["policy_ended"],
+            graphs["policy_weigh"],
+            graphs["policy_act"],
             places=decided["places"],
             meta_period=decided["meta_period"],
         )
@@ -129,9 +132,7 @@ def main() -> None:
             with torch.no_grad():
                 ours = mind(*obs, *state)
             for batch in PARITY_BATCHES:
-                fields = {
-                    name: x[:batch].numpy() for name, x in zip(obs._fields, obs, strict=True)
-                }
+                fields = {name: x[:batch].numpy() for name, x in zip(obs._fields, obs, strict=True)}
                 decision = agent.act(fields, theirs[batch])
                 theirs[batch] = decision.state
                 got = [decision.action, *decision.state.values(), *decision.thoughts.values()]

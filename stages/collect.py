@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from tensordict import TensorDict
 
@@ -26,7 +28,7 @@ def make_town(params: Params, held_out: bool = False) -> Town:
 
 
 def record(town: Town, state: TensorDict, players: Scripted, memory: TensorDict):
-    """Play one tick; returns the new state and memory, and the tick [B] as the data set holds it."""
+    """Play one tick; returns the new state and memory, and the tick [B] as it is recorded."""
     obs = town.observe(state)
     actions, goals, memory = players.act(state, memory)
     after = town.step_and_reset_core(state, actions)
@@ -76,22 +78,21 @@ def main() -> None:
         memories = [group[1].reset(state) for group, state in zip(groups, states, strict=True)]
         lived, total = 0.0, 0.0
         with atomic_dir(paths.DATASET) as folder:
-            data: TensorDict | None = None
-            for t in progress(params.ticks, "collect"):
+            data: Any = None
+            for t in progress(range(params.ticks), "collect"):
                 ticks = []
                 for i, (town, players, _, _) in enumerate(groups):
                     states[i], memories[i], tick = record(town, states[i], players, memories[i])
                     ticks.append(tick)
-                tick = torch.cat(ticks)
+                row: Any = torch.cat(ticks)
                 if data is None:
-                    shape = (params.ticks, *tick.batch_size)
-                    size = sum(v.nbytes for v in tick.values()) * params.ticks
+                    shape = (params.ticks, *row.batch_size)
+                    size = sum(v.nbytes for v in row.values()) * params.ticks
                     require_space(paths.DATASET, size)
-                    data = tick.unsqueeze(0).expand(shape).memmap_like(folder)
-                data[t] = tick
-                lived += tick["alive"].sum().item()
-                total += tick["reward"].sum().item()
-            assert data is not None
+                    data = row.unsqueeze(0).expand(shape).memmap_like(folder)
+                data[t] = row
+                lived += row["alive"].sum().item()
+                total += row["reward"].sum().item()
             deaths = data["done"].sum().item()
         shape_of_town = TownShape.of(known)
         write_card(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -58,9 +58,21 @@ def scripted_player(town: Town, name: str, seed: int, world: TensorDict) -> Play
     return play
 
 
-def play_lives(town: Town, world: TensorDict, play: Player, name: str) -> dict[str, Tensor]:
-    """One life of every agent: `returns` and `ticks` float [B, N], `retired` bool [B, N], and the
-    first world's states for the picture."""
+class Lives(NamedTuple):
+    """One life of every agent of every world."""
+
+    returns: Tensor
+    """float32 [B, N] sum of rewards."""
+    ticks: Tensor
+    """float32 [B, N] ticks lived."""
+    retired: Tensor
+    """bool [B, N]."""
+    frames: list[TensorDict]
+    """The first world at every tick, for the picture."""
+
+
+def play_lives(town: Town, world: TensorDict, play: Player, name: str) -> Lives:
+    """Play every world from its first tick until nobody can be alive."""
     returns = torch.zeros(world["alive"].shape)
     ticks, retired = returns.clone(), returns.bool()
     frames = [world[:1]]
@@ -70,7 +82,7 @@ def play_lives(town: Town, world: TensorDict, play: Player, name: str) -> dict[s
         returns += world["reward"]
         retired |= world["retired"]
         frames.append(world[:1])
-    return {"returns": returns, "ticks": ticks, "retired": retired, "frames": frames}  # type: ignore[dict-item]
+    return Lives(returns, ticks, retired, frames)
 
 
 def bootstrap_ratio(a: Tensor, b: Tensor, seed: int) -> tuple[float, float]:
@@ -103,7 +115,7 @@ def main() -> None:
                 else scripted_player(town, name, seed, world)
             )
             lives[name] = play_lives(town, world, player, name)
-        by_world = {name: played["returns"].mean(1) for name, played in lives.items()}
+        by_world = {name: played.returns.mean(1) for name, played in lives.items()}
         mean = {name: values.mean().item() for name, values in by_world.items()}
         low, high = bootstrap_ratio(by_world["agent"], by_world["rest"], seed)
         span = mean["expert"] - mean["rest"]
@@ -118,13 +130,13 @@ def main() -> None:
             "ratio_over_rest_ci95": [low, high],
             "normalised_score": score,
             "normalised_score_ci95": [score - margin, score + margin],
-            "retired_fraction": lives["agent"]["retired"].float().mean().item(),
-            "survival": lives["agent"]["ticks"].mean().item(),
+            "retired_fraction": lives["agent"].retired.float().mean().item(),
+            "survival": lives["agent"].ticks.mean().item(),
             "scores": {
                 name: {
                     "mean_return": mean[name],
-                    "survival": played["ticks"].mean().item(),
-                    "retired_fraction": played["retired"].float().mean().item(),
+                    "survival": played.ticks.mean().item(),
+                    "retired_fraction": played.retired.float().mean().item(),
                 }
                 for name, played in lives.items()
             },
@@ -141,7 +153,7 @@ def main() -> None:
         ]
         with atomic_path(paths.curve("returns")) as temporary:
             temporary.write_text("\n".join(rows) + "\n")
-        save_gif(town, lives["agent"]["frames"][: params.gif_ticks], paths.EPISODE)
+        save_gif(town, lives["agent"].frames[: params.gif_ticks], paths.EPISODE)
         write_report(
             paths.REPORT,
             {

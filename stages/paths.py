@@ -8,9 +8,7 @@ PERCEPTION_WEIGHTS = ARTIFACTS / "perception.pt"
 PERCEPTION = ARTIFACTS / "perception.pt2"
 WORLD_MODEL = ARTIFACTS / "world_model.pt2"
 SOCIAL = ARTIFACTS / "social.pt2"
-POLICY = {
-    part: ARTIFACTS / f"policy_{part}.pt2" for part in ("prior", "ended", "weigh", "act")
-}
+POLICY = {part: ARTIFACTS / f"policy_{part}.pt2" for part in ("prior", "ended", "weigh", "act")}
 AGENT = ARTIFACTS / "agent.onnx"
 REPORT = ARTIFACTS / "REPORT.md"
 EPISODE = ARTIFACTS / "episode.gif"

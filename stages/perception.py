@@ -27,9 +27,7 @@ def main() -> None:
             folder / "checkpoint.pt",
             log,
         )
-        numbers = evaluate_perception(
-            module, heads, recorded.data, recorded.held_out, params.chunk
-        )
+        numbers = evaluate_perception(module, heads, recorded.data, recorded.held_out, params.chunk)
         with atomic_path(paths.PERCEPTION_WEIGHTS) as temporary:
             torch.save(module.state_dict(), temporary)
         write_card(

@@ -9,7 +9,7 @@ from pipeline.files import write_json
 from pipeline.learning.train_policy import first_state, goal_targets, train_policy
 from pipeline.modules.agent import AgentState, Mind
 from pipeline.modules.contracts import Features, TownShape
-from pipeline.modules.policy import Policy, PolicyEnded, PolicyPrior, PolicyAct, PolicyWeigh
+from pipeline.modules.policy import Policy, PolicyAct, PolicyEnded, PolicyPrior, PolicyWeigh
 from stages import paths
 from stages.collect import make_town
 from stages.common import stage

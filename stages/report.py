@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.files import atomic_path
 
 # metric, what it says, the metric it must beat (None: stands alone)
-MODULE_ROWS = {
+MODULE_ROWS: dict[str, list[tuple[str, str, str | None]]] = {
     "perception": [
         ("map_seen_accuracy", "map, cells seen before", "map_seen_accuracy_last_view"),
         ("map_unseen_accuracy", "map, cells never seen", "map_unseen_accuracy_prior"),
@@ -57,11 +57,11 @@ def write_report(path: Path, metrics: Mapping[str, Mapping[str, Any]]) -> None:
             f"{score['retired_fraction']:.3f} |"
         )
     low, high = evaluate["ratio_over_rest_ci95"]
+    score = evaluate["normalised_score"]
     lines += [
         "",
-        f"Over always-REST: {evaluate['ratio_over_rest']:.2f} times (95 % {low:.2f} to {high:.2f}). "
-        f"Normalised score (0 = always-REST, 1 = expert with the map): "
-        f"{evaluate['normalised_score']:.3f}.",
+        f"Over always-REST: {evaluate['ratio_over_rest']:.2f} times (95 % {low:.2f}-{high:.2f}).",
+        f"Normalised score (0 = always-REST, 1 = expert with the map): {score:.3f}.",
     ]
     for name, rows in MODULE_ROWS.items():
         lines += ["", f"## {name}", "", "| what | value | baseline |", "| --- | --- | --- |"]

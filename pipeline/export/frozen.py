@@ -54,7 +54,8 @@ def freeze(
     """
     flat = Flat(module).eval().requires_grad_(False)
     batch = torch.export.Dim("batch", min=1, max=1 << 20)
-    examples = tuple(inputs.values())
+    # Copies: one tensor given for two inputs would be exported as one input.
+    examples = tuple(tensor.clone() for tensor in inputs.values())
     with torch.no_grad(), quiet():
         produced = flat(*examples)
         program = torch.export.export(
@@ -107,7 +108,7 @@ class Frozen(nn.Module):
         return self
 
 
-class quiet:  # noqa: N801 - reads as a statement
+class quiet:
     """Silence torch.export's informational logging inside the block."""
 
     def __enter__(self) -> None:
@@ -182,5 +183,3 @@ def _difference(a: Tensor, b: Tensor) -> float:
     if a.dtype != b.dtype or a.shape != b.shape:
         return float("inf")
     return (a.double() - b.double()).abs().max().item() if a.numel() else 0.0
-
-

@@ -25,7 +25,8 @@ def export_onnx(
         inputs: example tensors by name, batch 2 or more (batch 1 would specialise).
         outputs: a name for every tensor returned.
     """
-    examples = tuple(inputs.values())
+    # Copies: one tensor given for two inputs would be exported as one input.
+    examples = tuple(tensor.clone() for tensor in inputs.values())
     batch = torch.export.Dim("batch", min=1, max=1 << 20)
     with torch.no_grad(), quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore")

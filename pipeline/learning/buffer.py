@@ -30,7 +30,7 @@ class RolloutBuffer:
             raise IndexError(f"rollout buffer already holds its {self.ticks} ticks: reset it")
         if self.data is None:
             self.data = TensorDict(
-                {k: v.new_empty((self.ticks, *v.shape)) for k, v in record.items()},
+                {k: v.new_empty(torch.Size([self.ticks, *v.shape])) for k, v in record.items()},
                 batch_size=[self.ticks, *record.batch_size],
             )
         for key, value in record.items():

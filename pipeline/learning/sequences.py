@@ -18,7 +18,9 @@ def per_agent(chunk: TensorDict) -> TensorDict:
     """[T, L] of worlds -> [T, L * N] of agents: fields of a world are repeated for its agents."""
     agents = chunk["action"].shape[2]
     fields = {
-        key: (value.unsqueeze(2).expand(-1, -1, agents, *value.shape[2:]) if key in PER_WORLD else value)
+        key: value.unsqueeze(2).expand(-1, -1, agents, *value.shape[2:])
+        if key in PER_WORLD
+        else value
         for key, value in chunk.items()
     }  # fmt: skip
     return TensorDict(

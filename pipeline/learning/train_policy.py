@@ -81,9 +81,10 @@ def forget(state: AgentState, over: Tensor) -> AgentState:
 def gumbel(world: TensorDict, agents: int, choices: int, stream: int) -> Tensor:
     """float32 [B * N, choices] Gumbel noise from the counter generator of each world."""
     streams = stream + torch.arange(agents * choices).view(1, agents, choices)
-    u = counter_uniform(
-        *(world[key].view(-1, 1, 1) for key in ("seed", "world", "episode", "tick")), streams
+    seed, number, episode, tick = (
+        world[key].view(-1, 1, 1) for key in ("seed", "world", "episode", "tick")
     )
+    u = counter_uniform(seed, number, episode, tick, streams)
     return -(-(u.clamp(1e-9, 1 - 1e-7)).log()).log().flatten(0, 1)
 
 
@@ -111,7 +112,12 @@ class Rollout:
 
     @torch.no_grad()
     def _step(
-        self, world: TensorDict, agent: AgentState, slice_: Tensor, driven: Tensor, memory: Any
+        self,
+        world: TensorDict,
+        agent: AgentState,
+        slice_: Tensor | None,
+        driven: Tensor,
+        memory: Any,
     ) -> tuple[TensorDict, AgentState, Any, dict[str, Tensor]]:
         n = self.shape.num_agents
         obs = observation_from(self.town.observe(world), 2)
@@ -143,12 +149,14 @@ class Rollout:
         self, world: TensorDict, agent: AgentState, memory: Any, driven: Tensor, clock: int,
         buffer: RolloutBuffer,
     ) -> tuple[TensorDict, AgentState, Any]:  # fmt: skip
-        """Fill `buffer`. `driven` bool [B]: worlds in which the expert acts; `clock`: ticks so far."""
+        """Fill `buffer`. `driven` bool [B]: worlds where the expert acts; `clock`: ticks so far."""
         period = self.params.meta_period
         slots = agent.goal.shape[0]
+        slice_ = None
         buffer.reset()
         while not buffer.full:
-            slice_ = torch.arange(slots // period) * period + (-clock) % period
+            if self.expert is None:
+                slice_ = torch.arange(slots // period) * period + (-clock) % period
             world, agent, memory, record = self.step(world, agent, slice_, driven, memory)
             buffer.add(TensorDict(record, batch_size=[slots]))
             clock += 1
@@ -156,7 +164,7 @@ class Rollout:
 
     @torch.no_grad()
     def advantages(self, buffer: RolloutBuffer, world: TensorDict) -> None:
-        """Add `advantages` and `returns` to the buffer's experience; `world` follows its last row."""
+        """Add `advantages` and `returns` to the experience; `world` follows its last row."""
         data = buffer.data
         assert data is not None
         last = self.critic(privileged_features(self.town, self.shape, world).flatten(0, 1))
@@ -194,7 +202,7 @@ def train_policy(
     Args:
         first: blank minds of a number of slots.
     """
-    policy = mind.policy
+    policy: Any = mind.policy
     slots = params.worlds * shape.num_agents
     if slots % params.meta_period:
         raise HamletError(
@@ -273,9 +281,7 @@ def train_policy(
 
     everything = [*policy.parameters(), *critic.parameters()]
     options: dict[str, Any] = {"compile": compiling.update, "precision": compiling.precision}
-    imitation = Update(
-        imitate, everything, learning_rate=params.imitation_learning_rate, **options
-    )
+    imitation = Update(imitate, everything, learning_rate=params.imitation_learning_rate, **options)
     critic_only = Update(fit_critic, critic.parameters(), learning_rate=params.learning_rate)
     ppo = Update(
         improve, everything, learning_rate=params.learning_rate, max_grad_norm=0.5, **options
@@ -283,6 +289,10 @@ def train_policy(
 
     expert = Scripted(town, ["expert"], seed)
     world = town.reset(seed, params.worlds)
+    # Lives begin at different ages, so that every batch holds all ages and all hours.
+    world["tick"] = torch.randint(
+        shape.lifespan, world["tick"].shape, generator=rng, dtype=world["tick"].dtype
+    )
     agent = first(slots)
     memory = expert.reset(world)
     taught = Rollout(town, shape, mind, critic, expert, params, compiling.rollout)
@@ -328,8 +338,9 @@ def train_policy(
             left = 1 - (iteration - warm) / params.ppo_iterations
             update.set_learning_rate(params.learning_rate * max(left, 0.05))
             entropy_coef.fill_(params.entropy * max(left, 0.1))
+        parts = params.imitation_minibatches if imitating else params.minibatches
         for _ in range(params.epochs):
-            for batch in buffer.minibatches(params.minibatches, rng):
+            for batch in buffer.minibatches(parts, rng):
                 metrics = update(batch)
         score, scores = episode_scores(buffer, rollout.reward_scale, score, scores)
         log.record(iteration, metrics | {"mean_return": scores[0]})

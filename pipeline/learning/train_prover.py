@@ -28,6 +28,7 @@ from pipeline.learning.losses import (
 )
 from pipeline.learning.returns import gae
 from pipeline.learning.update import Update
+from pipeline.proofs.knowledge import find
 from pipeline.proofs.policy import Prover, ProverInput, ProverShape, entity_signature
 from pipeline.proofs.ranking import (
     UNPROVEN,
@@ -36,7 +37,6 @@ from pipeline.proofs.ranking import (
     pose,
     sampled_negatives,
 )
-from pipeline.proofs.knowledge import find
 from pipeline.proofs.world import ProofWorld
 from pipeline.town.counter import counter_uniform
 
@@ -307,13 +307,13 @@ def _improve(world, prover, steps, config, seed, generator, report) -> None:
             weight,
             config.clip,
         )
-        value, more = value_loss(
-            out.value, batch["value"], batch["returns"], weight, config.clip
-        )
+        value, more = value_loss(out.value, batch["value"], batch["returns"], weight, config.clip)
         entropy = weighted_mean(entropy_of(logits), weight)
         total = policy + 0.5 * value - config.entropy * entropy
         return total, numbers | more | {
-            "policy_loss": policy, "value_loss": value, "entropy": entropy
+            "policy_loss": policy,
+            "value_loss": value,
+            "entropy": entropy,
         }
 
     update = Update(

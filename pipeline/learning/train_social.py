@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from pipeline.learning.checkpoint import Checkpoint
 from pipeline.learning.log import Log
@@ -23,12 +23,11 @@ HISTORY_TICKS = (1, 5, 20)
 
 def with_labels(data: TensorDict, beliefs: TensorDict) -> TensorDict:
     """The recorded worlds with beliefs and, for each agent, the others' true goals and actions."""
-    fields = (
-        "self_state", "cues", "visible", "others_offset", "others_action", "action", "first", "alive"
-    )  # fmt: skip
+    fields = ("self_state", "cues", "visible", "others_offset", "others_action", "action", "first")
     return TensorDict(
         {
             **{name: data[name] for name in fields},
+            "alive": data["alive"],
             "mean": beliefs["mean"],
             "log_std": beliefs["log_std"],
             "others_goal": others_of(data["goal"]),
@@ -82,9 +81,7 @@ def train_social(
         carried[:] = [after.detach()]
         weight = (chunk["others_alive"] & chunk["alive"].unsqueeze(-1)).float()
         weight = weight * (0.1 + 0.9 * chunk["visible"].float())  # what can be seen matters most
-        goal_loss = F.cross_entropy(
-            goal.movedim(-1, 1), chunk["others_goal"], reduction="none"
-        )
+        goal_loss = F.cross_entropy(goal.movedim(-1, 1), chunk["others_goal"], reduction="none")
         action_loss = F.cross_entropy(
             action.movedim(-1, 1), chunk["others_next_action"], reduction="none"
         )
@@ -121,7 +118,9 @@ def evaluate_social(
         goal, action, state = predict(model, chunk, state)
         history = []
         for t in range(chunk.shape[0]):
-            in_sight = torch.where(chunk["visible"][t] & ~chunk["first"][t, :, None], in_sight + 1, 0)
+            in_sight = torch.where(
+                chunk["visible"][t] & ~chunk["first"][t, :, None], in_sight + 1, 0
+            )
             history.append(in_sight)
         keep = chunk["visible"] & chunk["others_alive"] & chunk["alive"].unsqueeze(-1)
         confidence, best = goal.softmax(-1).max(-1)

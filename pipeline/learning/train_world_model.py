@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from pipeline.learning.checkpoint import Checkpoint
 from pipeline.learning.log import Log
@@ -73,7 +73,6 @@ def targets(window: TensorDict, t: int) -> Prediction:
 
 def world_model_loss(model: WorldModel, window: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of all members over windows [H + 1, E, count], each fed its own predictions."""
-    d, places, k, *_ = model.sizes
     scale = dict(
         zip(
             ("mean", "log_std", "known_state", "reward", "_", "value"),
@@ -94,10 +93,9 @@ def world_model_loss(model: WorldModel, window: TensorDict) -> tuple[Tensor, dic
         def squared(name: str, p: Prediction = p, truth: Prediction = truth) -> Tensor:
             error = getattr(p, name) - getattr(truth, name)
             if name == "log_std":
-                error = error[..., :places]
-            if error.dim() == weight.dim():
-                return (error / scale[name]).square()
-            return (error / scale[name]).square().mean(-1)
+                error = error[..., : model.places]
+            error = (error / scale[name]).square()
+            return error if name in ("reward", "value") else error.mean(-1)
 
         bce = F.binary_cross_entropy_with_logits
         parts = {

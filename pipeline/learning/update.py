@@ -42,8 +42,8 @@ def fused_adam(parameters: Iterable[nn.Parameter], learning_rate: float, **optio
     parameters = list(parameters)
     rate = torch.tensor(learning_rate, device=parameters[0].device)
     fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
-    kind = {"fused": True} if fused else {"foreach": True}
-    return torch.optim.AdamW(parameters, lr=rate, eps=1e-5, **kind, **options)
+    options["fused" if fused else "foreach"] = True
+    return torch.optim.AdamW(parameters, lr=rate, eps=1e-5, **options)
 
 
 def to_device(batch: Iterable[Tensor], device: str) -> list[Tensor]:
@@ -119,7 +119,9 @@ class Update:
                 loss, diagnostics = self._backward(batch)
             except Exception as error:
                 message = (str(error).splitlines() or [type(error).__name__])[0]
-                warnings.warn(f"compiling the update failed, eager from now on: {message}", stacklevel=2)
+                warnings.warn(
+                    f"compiling the update failed, eager from now on: {message}", stacklevel=2
+                )
                 self._loss, self.compile_active = self._eager, False
                 self.optimizer.zero_grad(set_to_none=True)
                 loss, diagnostics = self._backward(batch)

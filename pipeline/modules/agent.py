@@ -37,7 +37,7 @@ class AgentState(NamedTuple):
     goal_age: Tensor
     """int64 [.] ticks the goal has been pursued."""
     clock: Tensor
-    """int64 [.] ticks lived; the meta-controller deliberates when it is a multiple of its period."""
+    """int64 [.] ticks lived; D1 deliberates when it is a multiple of `meta_period`."""
 
 
 class Thoughts(NamedTuple):
@@ -222,7 +222,7 @@ class Mind(nn.Module):
         self,
         obs: RawObservation,
         state: AgentState,
-        slice_: Tensor,
+        slice_: Tensor | None,
         goal_noise: Tensor,
         action_noise: Tensor,
     ) -> tuple[Tensor, AgentState, dict[str, Tensor]]:
@@ -233,55 +233,54 @@ class Mind(nn.Module):
         by the Gumbel-max trick instead of argmax.
 
         Args:
-            slice_: int64 [S / meta_period] the slots whose clock says so.
+            slice_: int64 [S / meta_period] the slots whose clock says so; None while the weight of
+                imagined futures is still zero: deliberating slots then decide by their prior.
             goal_noise, action_noise: float32 [., G], [., A] Gumbel noise.
 
         Returns:
             action int64 [.], the new state, and the record (see `train_policy`).
         """
-        belief, social, social_state, f = self.sense(obs, state.belief, state.social)
-        prior = self.policy.prior_logits(f)
-        part = Features(*(x[slice_] for x in f))
-        candidates = prior[slice_].topk(self.candidates, -1).indices
-        future, returns = self.imagine(
-            belief.log_std[slice_], part, obs.action_mask[slice_], candidates
-        )
-        considered = self.policy.goal_logits(
-            prior[slice_], candidates, returns, future.confidence
-        )
-        logits = prior.index_copy(0, slice_, considered.to(prior.dtype))
-        deliberate = torch.zeros_like(state.goal).index_fill(0, slice_, 1).bool()
+        belief, _, social_state, f = self.sense(obs, state.belief, state.social)
+        logits = prior = self.policy.prior_logits(f)
+        deliberate = state.clock % self.policy.meta_period == 0
+        imagined = {}
+        if slice_ is not None:
+            part = Features(*(x[slice_] for x in f))
+            candidates = prior[slice_].topk(self.candidates, -1).indices
+            future, returns = self.imagine(
+                belief.log_std[slice_], part, obs.action_mask[slice_], candidates
+            )
+            considered = self.policy.goal_logits(
+                prior[slice_], candidates, returns, future.confidence
+            )
+            logits = prior.index_copy(0, slice_, considered)
+            for name, value in {
+                "candidates": candidates,
+                "imagined_return": returns,
+                "imagined_confidence": future.confidence,
+            }.items():
+                whole = value.new_zeros((prior.shape[0], *value.shape[1:]))
+                imagined[name] = whole.index_copy(0, slice_, value)
         decide = deliberate | self.policy.goal_ended(f.known_state, state.goal, state.goal_age)
         goal = torch.where(decide, (logits + goal_noise).argmax(-1), state.goal)
         goal_age = torch.where(decide, 0, state.goal_age) + 1
         action_logits = masked_logits(self.policy.action_logits(f, goal), obs.action_mask)
         action = (action_logits + action_noise).argmax(-1)
-
-        def spread(x: Tensor) -> Tensor:
-            whole = x.new_zeros((prior.shape[0], *x.shape[1:]))
-            return whole.index_copy(0, slice_, x)
-
         record = {
             **{f"f_{name}": value for name, value in f._asdict().items()},
+            **imagined,
             "mask": obs.action_mask,
             "goal": goal,
             "action": action,
             "decide": decide,
             "deliberate": deliberate,
-            "candidates": spread(candidates),
-            "imagined_return": spread(returns),
-            "imagined_confidence": spread(future.confidence),
-            "goal_log_prob": log_prob_of(logits.float(), goal),
+            "goal_log_prob": log_prob_of(logits, goal),
             "action_log_prob": log_prob_of(action_logits, action),
         }
-        state = AgentState(
-            belief.recurrent_state, social_state, goal, goal_age, state.clock + 1
-        )
+        state = AgentState(belief.recurrent_state, social_state, goal, goal_age, state.clock + 1)
         return action, state, record
 
-    def forward(
-        self, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """One deterministic tick: observation fields then state fields, both flat.
 
         Returns:

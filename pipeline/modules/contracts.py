@@ -56,7 +56,6 @@ class TownShape:
     @classmethod
     def of(cls, town: Any) -> TownShape:
         width, height = town.grid
-        names = ("action", "affordance", "goal", "meter", "cue", "self")
         return cls(
             width=width,
             height=height,
@@ -70,12 +69,18 @@ class TownShape:
             lifespan=town.lifespan,
             pack=town.pack.name,
             pack_hash=town.pack.content_hash,
-            **{f"{name}_names": tuple(getattr(town, f"{name}_names")) for name in names},
+            action_names=tuple(town.action_names),
+            affordance_names=tuple(town.affordance_names),
+            goal_names=tuple(town.goal_names),
+            meter_names=tuple(town.meter_names),
+            cue_names=tuple(town.cue_names),
+            self_names=tuple(town.self_names),
         )
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> TownShape:
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+        plain: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        return cls(**plain)
 
     def to_dict(self) -> dict[str, Any]:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}

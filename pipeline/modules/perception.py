@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from pipeline.modules.contracts import METERS, BeliefDistribution, RawObservation, TownShape
 
 LOG_STD_MIN = -5.0
 LOG_STD_MAX = 2.0
+LOCATION_SCALE = 30.0  # certainty needs log-odds of about 10: far for steps of a few thousandths
 
 
 class Perception(nn.Module):
@@ -43,6 +44,7 @@ class Perception(nn.Module):
         self.to_latent = nn.Linear(hidden, 2 * latent)
         # Log-odds that a cell with this remembered code (0 = never seen) holds each affordance.
         self.location_table = nn.Embedding(shape.num_cell_codes + 1, shape.num_affordances)
+        nn.init.zeros_(self.location_table.weight)
         cells = torch.arange(shape.num_cells)
         self.register_buffer("cell_x", cells % shape.width, persistent=False)
         self.register_buffer("cell_y", cells // shape.width, persistent=False)
@@ -73,7 +75,7 @@ class Perception(nn.Module):
 
     def location_logits(self, memory: Tensor) -> Tensor:
         """[., cells, F] log-odds of each affordance being in each cell, given the map memory."""
-        return self.location_table(memory.long())
+        return self.location_table(memory.long()) * LOCATION_SCALE
 
     def forward(
         self,
@@ -91,7 +93,7 @@ class Perception(nn.Module):
         hidden = self.gru(
             self.encode(view, occupancy, self_state, cues, visible, others_offset), hidden
         )
-        mean, log_std = self.believe(hidden, self.location_logits(memory), self_state)
+        mean, log_std = self.believe(hidden, memory, self_state)
         return BeliefDistribution(
             mean=mean,
             log_std=log_std,
@@ -116,58 +118,67 @@ class Perception(nn.Module):
         own = torch.cat([self_state, others.flatten(1)], 1)
         return torch.cat([self.view_encoder(pixels), self.self_encoder(own)], 1)
 
-    def believe(
-        self, hidden: Tensor, location_logits: Tensor, self_state: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def believe(self, hidden: Tensor, memory: Tensor, self_state: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log_std [., D] from the two memories."""
         latent_mean, latent_log_std = self.to_latent(hidden).chunk(2, dim=1)
-        place_mean, place_log_std = self.place_moments(location_logits, self_state)
+        place_mean, place_log_std = self.place_moments(memory, self_state)
         log_std = torch.cat([place_log_std, latent_log_std], 1).clamp(LOG_STD_MIN, LOG_STD_MAX)
         return torch.cat([place_mean, latent_mean], 1), log_std
 
     def sequence(
-        self, obs: RawObservation, first: Tensor, recurrent_state: Tensor
+        self, obs: RawObservation, first: Tensor, recurrent_state: Tensor, ticks: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """T ticks at once, as `forward` tick by tick but with everything batched that can be.
 
         Args:
             obs: fields [T, S, ...]; first: bool [T, S], a new life begins at this tick;
-            recurrent_state: [S, R].
+            recurrent_state: [S, R]; ticks: int64 [U] of the T ticks, those whose belief is asked
+            for.
 
         Returns:
-            mean and log_std [T, S, D], location logits [T, S, cells, F], state [S, R].
+            mean and log_std [U, S, D], location logits [U, S, cells, F], state [S, R].
         """
-        ticks = first.shape[0]
         flat = RawObservation(*(x.flatten(0, 1) for x in obs))
         encoded = self.encode(
             flat.view, flat.occupancy, flat.self_state, flat.cues, flat.visible, flat.others_offset
-        ).unflatten(0, (ticks, -1))
+        ).unflatten(0, (len(first), -1))
         hidden, memory = recurrent_state.split([self.hidden, self.shape.num_cells], dim=1)
         hiddens, memories = [], []
-        for t in range(ticks):
+        for t in range(len(first)):
             going = ~first[t].unsqueeze(-1)
             memory = self.remember(obs.view[t], obs.self_state[t], memory * going)
             hidden = self.gru(encoded[t], hidden * going)
             hiddens.append(hidden)
             memories.append(memory)
-        logits = self.location_logits(torch.stack(memories).flatten(0, 1))
-        mean, log_std = self.believe(torch.stack(hiddens).flatten(0, 1), logits, flat.self_state)
-        shape = (ticks, -1)
+        remembered = torch.stack(memories)[ticks].flatten(0, 1)
+        mean, log_std = self.believe(
+            torch.stack(hiddens)[ticks].flatten(0, 1),
+            remembered,
+            obs.self_state[ticks].flatten(0, 1),
+        )
+        shape = (len(ticks), -1)
         return (
             mean.unflatten(0, shape),
             log_std.unflatten(0, shape),
-            logits.unflatten(0, shape),
+            self.location_logits(remembered).unflatten(0, shape),
             torch.cat([hidden, memory], 1),
         )
 
-    def place_moments(self, logits: Tensor, self_state: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and log_std [., 2F] of each affordance's offset from the agent, in map sizes."""
-        probability = logits.softmax(dim=1)
-        coordinates = torch.stack([self.cell_x, self.cell_y], -1).to(probability.dtype)
-        mean = torch.einsum("bcf,cd->bfd", probability, coordinates)
-        square = torch.einsum("bcf,cd->bfd", probability, coordinates.square())
+    def place_moments(self, memory: Tensor, self_state: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and log_std [., 2F] of each affordance's offset from the agent, in map sizes.
+
+        The softmax over cells of `location_logits` and its moments, without a softmax: the
+        exponentials of the table are looked up and summed against 1, x, y, x^2, y^2.
+        """
+        table = self.location_table.weight * LOCATION_SCALE
+        odds = (table - table.amax(0)).clamp_min(-60).exp()
+        weights = F.embedding(memory.long(), odds)
+        x, y = self.cell_x.to(odds.dtype), self.cell_y.to(odds.dtype)
+        powers = torch.stack([torch.ones_like(x), x, y, x.square(), y.square()], -1)
+        sums = torch.matmul(weights.transpose(1, 2), powers)
+        mean, square = (sums[..., 1:] / sums[..., :1]).chunk(2, -1)
         std = (square - mean.square()).clamp_min(0).sqrt()
-        size = coordinates.new_tensor([self.shape.width, self.shape.height])
+        size = mean.new_tensor([self.shape.width, self.shape.height])
         position = torch.stack(self.position(self_state), -1).to(mean.dtype).unsqueeze(1)
         offset = (mean - position) / size
         return offset.flatten(1), (std / size + 0.01).log().flatten(1)
@@ -176,31 +187,51 @@ class Perception(nn.Module):
 class PerceptionHeads(nn.Module):
     """Decoders that teach the belief and show what is in it; they are not part of the frozen graph.
 
-    From a sample of the belief: this tick's view and occupancy, the next tick's view given the
-    action, and the (hidden) meters of the other agents.
+    From a sample of the belief and the known state: this tick's view and occupancy, the next tick's
+    view given the action, and the (hidden) meters of the other agents. A view is drawn by placing
+    every affordance where the belief has it; for the next one everything shifts by a learned step.
     """
+
+    view_cells: Tensor
 
     def __init__(self, shape: TownShape, belief_dim: int, width: int = 128) -> None:
         super().__init__()
         self.shape = shape
-        cells = 25 * shape.num_cell_codes
+        known = belief_dim + shape.self_dim
 
         def decoder(inputs: int, outputs: int) -> nn.Sequential:
             return nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, outputs))
 
-        self.view = decoder(belief_dim, cells)
-        self.occupancy = decoder(belief_dim, 25)
-        self.next_view = decoder(belief_dim + shape.num_actions, cells)
-        self.others_meters = decoder(belief_dim, shape.num_others * METERS)
+        self.background = decoder(known + 2, 25 * 2)  # empty ground or outside the map
+        self.sharpness = nn.Parameter(torch.tensor(8.0))
+        self.step = decoder(known + shape.num_actions, 2)
+        self.occupancy = decoder(known, 25)
+        self.others_meters = decoder(known, shape.num_others * METERS)
+        column = torch.arange(25) % 5 - 2
+        row = torch.arange(25) // 5 - 2
+        cells = torch.stack([column, row], -1).float()
+        self.register_buffer("view_cells", cells, persistent=False)
 
-    def forward(self, belief: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """belief [., D] sample, action int64 [.] -> view logits [., 25, V], occupancy logits
-        [., 25], next view logits [., 25, V], other agents' meters [., M, 8]."""
-        v, m = self.shape.num_cell_codes, self.shape.num_others
-        with_action = torch.cat([belief, F.one_hot(action, self.shape.num_actions).float()], dim=-1)
+    def draw(self, belief: Tensor, known: Tensor, step: Tensor) -> Tensor:
+        """View logits [., 25, V] after moving by `step` [., 2] cells."""
+        size = belief.new_tensor([self.shape.width, self.shape.height])
+        places = belief[..., : 2 * self.shape.num_affordances].unflatten(-1, (-1, 2)) * size
+        distance = self.view_cells[:, None] - (places - step.unsqueeze(-2)).unsqueeze(-3)
+        there = (-2 * distance.square().sum(-1)).exp() * self.sharpness * 2 - self.sharpness
+        ground = self.background(torch.cat([belief, known, step], -1)).unflatten(-1, (25, 2))
+        return torch.cat([ground[..., :1], there, ground[..., 1:]], -1)
+
+    def forward(
+        self, belief: Tensor, known: Tensor, action: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """belief [., D] sample, known [., K], action int64 [.] -> view logits [., 25, V], occupancy
+        logits [., 25], next view logits [., 25, V], other agents' meters [., M, 8]."""
+        both = torch.cat([belief, known], -1)
+        chosen = F.one_hot(action, self.shape.num_actions).float()
+        step = self.step(torch.cat([both, chosen], -1))
         return (
-            self.view(belief).unflatten(-1, (25, v)),
-            self.occupancy(belief),
-            self.next_view(with_action).unflatten(-1, (25, v)),
-            self.others_meters(belief).unflatten(-1, (m, METERS)),
+            self.draw(belief, known, torch.zeros_like(step)),
+            self.occupancy(both),
+            self.draw(belief, known, step),
+            self.others_meters(both).unflatten(-1, (self.shape.num_others, METERS)),
         )

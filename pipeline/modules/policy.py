@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from pipeline.modules.contracts import METERS, Features, TownShape
 
@@ -46,8 +46,8 @@ class Policy(nn.Module):
         self.controller = mlp(base + shape.num_goals + 5, width, shape.num_actions)
         # How much an imagined advantage speaks for a goal: starts at no influence.
         self.future_weight = mlp(3, 16, 1)
-        nn.init.zeros_(self.future_weight[-1].weight)
-        nn.init.zeros_(self.future_weight[-1].bias)
+        for parameter in self.future_weight[-1].parameters():
+            nn.init.zeros_(parameter)
         self.register_buffer("goal_targets", goal_targets)
 
     def _base(self, f: Features) -> Tensor:
@@ -83,9 +83,7 @@ class Policy(nn.Module):
         chosen = F.one_hot(goal, self.shape.num_goals).to(f.mean.dtype)
         place = chosen[..., : self.shape.num_affordances]
         offset = torch.einsum("...f,...fd->...d", place, self._cells(f))
-        spread = torch.einsum(
-            "...f,...fd->...d", place, f.log_std.unflatten(-1, (-1, 2))
-        )
+        spread = torch.einsum("...f,...fd->...d", place, f.log_std.unflatten(-1, (-1, 2)))
         there = place.sum(-1) * (-4 * offset.square().sum(-1)).exp()
         target = torch.cat([offset.clamp(-4, 4) / 4, spread, there.unsqueeze(-1)], -1)
         return self.controller(torch.cat([self._base(f), chosen, target], -1))

@@ -10,7 +10,7 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from pipeline.modules.contracts import SocialPrediction, TownShape
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from pipeline.modules.contracts import METERS, TownShape
 
@@ -149,6 +149,5 @@ class WorldModel(nn.Module):
     def disagreement(self, members: Prediction) -> Tensor:
         """float32 [B] spread of the members over next meters and reward."""
         looked_at = torch.cat([members.known_state[..., :METERS], members.reward[..., None]], -1)
-        return looked_at.var(0, unbiased=False).mean(-1).clamp_min(1e-12).sqrt()
-
-
+        centred = looked_at - looked_at.mean(0)
+        return centred.square().mean(0).mean(-1).clamp_min(1e-12).sqrt()

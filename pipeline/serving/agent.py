@@ -104,7 +104,9 @@ class OnnxAgent:
             sizes = ", ".join(f"{name} {len(array)}" for name, array in arrays.items())
             raise HamletError(f"observation fields have different batch sizes ({sizes})")
         if not arrays["action_mask"].any(axis=1).all():
-            raise HamletError("observation field 'action_mask' forbids every action", "WAIT is legal")
+            raise HamletError(
+                "observation field 'action_mask' forbids every action", "WAIT is legal"
+            )
         return arrays
 
     def act(self, observation: Arrays, state: Arrays) -> Decision:

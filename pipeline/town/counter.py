@@ -40,6 +40,11 @@ def to_unit(bits: Tensor) -> Tensor:
     return (bits >> 8).to(torch.float32) * (1.0 / (1 << 24))
 
 
+def below(bits: Tensor, count: int) -> Tensor:
+    """int64 in [0, count) from int64 in [0, 2**32): a multiplication instead of a division."""
+    return (bits * count) >> 32
+
+
 def counter_uniform(
     seed: Tensor, world: Tensor, episode: Tensor, tick: Tensor, stream: Tensor | int
 ) -> Tensor:

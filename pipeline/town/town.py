@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipeline.town import tables
 from pipeline.town.config import BASE_ACTIONS, Condition, Pack
-from pipeline.town.counter import episode_key, tick_hash
+from pipeline.town.counter import below, episode_key, tick_hash
 from pipeline.town.cues import CueRules
 from pipeline.town.tables import Column
 
@@ -162,16 +162,16 @@ class Town:
         """
         world = torch.arange(first_world, first_world + num_worlds, device=self.device)
         full = torch.full_like(world, seed)
-        return self._pack_state(self._fresh(full, world, torch.zeros_like(world)))
+        return self._pack_state(self._with_cues(self._fresh(full, world, torch.zeros_like(world))))
 
     def _fresh(self, seed: Tensor, world: Tensor, episode: Tensor) -> dict[str, Tensor]:
         """Every field of the state at the first tick of a life, agent-major."""
         n, b = self.num_agents, world.shape[0]
         key = episode_key(seed, world, episode)
         zero = torch.zeros_like(world)
-        layout = tick_hash(key, zero, STREAM_LAYOUT) % self.num_layouts
+        layout = below(tick_hash(key, zero, STREAM_LAYOUT), self.num_layouts)
         agent = torch.arange(n, device=world.device)[:, None]
-        cell = tick_hash(key, zero, STREAM_START + agent) % (self.width * self.height)
+        cell = below(tick_hash(key, zero, STREAM_START + agent), self.width * self.height)
         meters = [
             torch.full((n, b), m.initial, dtype=torch.float32, device=world.device)
             for m in self.pack.meters
@@ -206,9 +206,17 @@ class Town:
         }
         if self.pack.families:
             fields["comm"] = integer
-        fields |= self._cues.initial(n, b, world.device)
-        bits, timers = self._cues.update(fields, meters)
-        return fields | {"cue_bits": bits} | timers
+        return fields | {"cue_bits": integer} | self._cues.initial(n, b, world.device)
+
+    def _with_cues(
+        self, fields: dict[str, Tensor], live: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """The fields with what everybody shows now; only for `live` worlds, if given."""
+        bits, timers = self._cues.update(fields, list(fields["meters"].unbind(0)))
+        found = {"cue_bits": bits} | timers
+        if live is not None:
+            found = {name: torch.where(live, new, fields[name]) for name, new in found.items()}
+        return fields | found
 
     def rearrange(self, state: TensorDict, **changes: Tensor) -> TensorDict:
         """The state with public fields replaced (`meters`, `position`, `layout`, `hour`, ...).
@@ -250,7 +258,8 @@ class Town:
                 goes nowhere, INTERACT away from an affordance only costs.
         """
         fields = self._unpack_state(state)
-        return self._pack_state(self._tick(fields, actions.t(), gated=True))
+        now = self._tick(fields, actions.t(), gated=True)
+        return self._pack_state(self._with_cues(now, live=~fields["over"]))
 
     def step_and_reset_core(self, state: TensorDict, actions: Tensor) -> TensorDict:
         """`step_core`, then every world whose episode is over starts its next life.
@@ -266,12 +275,12 @@ class Town:
             name: value if name in kept else torch.where(over, fresh[name], value)
             for name, value in now.items()
         }
-        return self._pack_state(merged)
+        return self._pack_state(self._with_cues(merged))
 
     def step_reference(self, state: TensorDict, actions: Tensor) -> TensorDict:
         """One tick as the reference environment takes it: nobody is gated by death or age."""
         fields = self._unpack_state(state)
-        return self._pack_state(self._tick(fields, actions.t(), gated=False))
+        return self._pack_state(self._with_cues(self._tick(fields, actions.t(), gated=False)))
 
     def _tick(self, s: dict[str, Tensor], actions: Tensor, gated: bool) -> dict[str, Tensor]:
         pack = self.pack
@@ -399,9 +408,7 @@ class Town:
         if pack.families:
             first = len(BASE_ACTIONS) + len(pack.actions)
             out["comm"] = torch.where(action >= first, action - first, s["comm"])
-        bits, timers = self._cues.update(out, meters)
-        out["cue_bits"] = torch.where(live, bits, s["cue_bits"])
-        return out | {name: torch.where(live, new, s[name]) for name, new in timers.items()}
+        return out
 
     def _action_amounts(self, action: Tensor) -> list[tuple[int, float, Tensor]]:
         """(meter index, amount, who) in the order they apply: custom, moving, interacting."""
@@ -439,14 +446,15 @@ class Town:
         """
         n = self.num_agents
         agent = torch.arange(n, device=wants.device)[:, None]
-        order = tick_hash(s["key"], s["tick"].long(), agent)
-        if self._has_distance:
-            order = order + (self._distance_table[cell].long() << 32)
+        order = (tick_hash(s["key"], s["tick"].long(), agent) - (1 << 31)).to(torch.int32)
         wanted = torch.where(wants, place, -1)
+        away = self._distance_table[cell] if self._has_distance else None
         ahead = torch.zeros_like(place)
         for other in range(n):
-            before = (wanted[other] == place) & (order[other] < order)
-            ahead = ahead + before.int()
+            before = order[other] < order
+            if away is not None:
+                before = (away[other] < away) | ((away[other] == away) & before)
+            ahead = ahead + ((wanted[other] == place) & before).int()
         return wants & (ahead < self._capacity(place, phase))
 
     def _use_in_order(
@@ -558,48 +566,50 @@ class Town:
         n, reach = self.num_agents, self.vision
         side = 2 * reach + 1
         x, y = s["position"].unbind(0)
+        b = x.shape[1]
         cell = s["layout"] * (self.width * self.height) + y * self.width + x
         view = self._view_table[cell].view(torch.uint8)[..., : side * side]
 
-        occupancy, visible, cues, offsets, acts, comm = [], [], [], [], [], []
-        window = torch.arange(side * side, dtype=torch.int32, device=x.device)
-        blank = torch.zeros_like(x)
+        # Everything is computed per slot as [N, B] and stacked in front, so that every loop runs
+        # over contiguous worlds; the logical order of dimensions is made at the end.
+        agent = torch.arange(n, dtype=torch.int32, device=x.device)[:, None]
         kin_size = self.pack.families.size if self.pack.families else 1
-        bit = torch.arange(self.num_cues, dtype=torch.int32, device=x.device)
-        agents = torch.arange(n, device=x.device)
+        spots, visible, cues, offsets, acts, comm = [], [], [], [], [], []
         for slot in range(n - 1):
-            # agent i's slot holds agent slot (+1 from i on)
-            index = agents.new_tensor([slot + (slot >= i) for i in range(n)])
-            dx, dy = x[index] - x, y[index] - y
-            apart = torch.maximum(dx.abs(), dy.abs())
-            seen = s["alive"][index] & (apart <= self.pack.cue_distance)
-            inside = s["alive"][index] & (apart <= reach)
-            spot = torch.where(inside, (dy + reach) * side + dx + reach, -1)
-            occupancy.append(spot[..., None] == window)
-            visible.append(seen)
-            kin = (index // kin_size == agents // kin_size)[:, None]
-            allowed = self._cues.allowed(apart, kin)
-            bits = torch.where(seen, s["cue_bits"][index] & allowed, 0)
-            cues.append(((bits[..., None] >> bit) & 1).float())
-            offsets.append(torch.stack([torch.where(seen, d * 0.25, 0.0) for d in (dx, dy)], -1))
-            acts.append(torch.where(seen, s["last_action"][index], self.num_actions))
-            if self.pack.families:
-                comm.append(torch.where(kin & s["alive"][index], s["comm"][index], 0).long())
-            else:
-                comm.append(blank.long())
-        if n > 1:
-            crowd = reduce(torch.add, [o.to(torch.uint8) for o in occupancy])
-        else:
-            crowd = torch.zeros_like(view)
 
-        def others(parts: list[Tensor], tail: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-            """[N, B, ...] per slot -> [B, N, M, ...]."""
+            def of_other(value: Tensor, slot: int = slot) -> Tensor:
+                """[N, B] of the agent in this slot: slot, or slot + 1 for those up to it."""
+                return torch.where(agent <= slot, value[slot + 1], value[slot])
+
+            lives = of_other(s["alive"])
+            dx, dy = of_other(x) - x, of_other(y) - y
+            apart = torch.maximum(dx.abs(), dy.abs())
+            seen = lives & (apart <= self.pack.cue_distance)
+            inside = lives & (apart <= reach)
+            spots.append(torch.where(inside, (dy + reach) * side + dx + reach, -1))
+            visible.append(seen)
+            other = slot + (agent <= slot).int()
+            kin = (other // kin_size == agent // kin_size).expand(x.shape)
+            bits = torch.where(seen, of_other(s["cue_bits"]) & self._cues.allowed(apart, kin), 0)
+            cues += [((bits >> c) & 1).float() for c in range(self.num_cues)]
+            offsets += [torch.where(seen, d.float() * 0.25, 0.0) for d in (dx, dy)]
+            acts.append(torch.where(seen, of_other(s["last_action"]), self.num_actions))
+            if self.pack.families:
+                comm.append(torch.where(kin & lives, of_other(s["comm"]), 0).long())
+        crowd = [
+            reduce(torch.add, [(spot == place).to(torch.uint8) for spot in spots])
+            if spots
+            else torch.zeros_like(x, dtype=torch.uint8)
+            for place in range(side * side)
+        ]
+
+        def shown(parts: list[Tensor], *tail: int, dtype: torch.dtype) -> Tensor:
+            """Stacked [N, B] parts as [B, N, *tail]."""
             if not parts:
-                return torch.zeros((x.shape[1], n, 0, *tail), dtype=dtype, device=x.device)
-            return torch.stack(parts, 2).transpose(0, 1)
+                return torch.zeros((b, n, *tail), dtype=dtype, device=x.device)
+            return torch.stack(parts).view(*tail, n, b).permute(-1, -2, *range(len(tail)))
 
         angle = s["hour"].float() * (2.0 * math.pi / 24.0)
-        age = s["tick"].float() * (1.0 / self.lifespan)
         known = [
             *s["meters"].unbind(0),
             x.float() * (1.0 / (self.width - 1)),
@@ -607,21 +617,21 @@ class Town:
             angle.sin().expand(x.shape),
             angle.cos().expand(x.shape),
             s["progress"].float() * 0.1,
-            age.expand(x.shape),
+            (s["tick"].float() * (1.0 / self.lifespan)).expand(x.shape),
             s["blocked"].float(),
         ]
-        shape = (x.shape[1], n, side, side)
+        m = n - 1
         return TensorDict(
             {
-                "view": view.transpose(0, 1).reshape(shape),
-                "occupancy": crowd.transpose(0, 1).reshape(shape),
-                "self_state": torch.stack(known).permute(2, 1, 0),
-                "cues": others(cues, (self.num_cues,), torch.float32),
-                "visible": others(visible, (), torch.bool),
-                "others_offset": others(offsets, (2,), torch.float32),
-                "others_action": others(acts, (), torch.int64),
-                "comm": others(comm, (), torch.int64),
+                "view": view.transpose(0, 1).unflatten(2, (side, side)),
+                "occupancy": shown(crowd, side, side, dtype=torch.uint8),
+                "self_state": shown(known, len(known), dtype=torch.float32),
+                "cues": shown(cues, m, self.num_cues, dtype=torch.float32),
+                "visible": shown(visible, m, dtype=torch.bool),
+                "others_offset": shown(offsets, m, 2, dtype=torch.float32),
+                "others_action": shown(acts, m, dtype=torch.int64),
+                "comm": shown(comm, m, dtype=torch.int64),
                 "action_mask": self._mask(s).permute(2, 1, 0),
             },
-            batch_size=[x.shape[1]],
+            batch_size=[b],
         )

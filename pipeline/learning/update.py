@@ -38,12 +38,13 @@ def set_precision() -> dict[str, str]:
 
 
 def fused_adam(parameters: Iterable[nn.Parameter], learning_rate: float, **options: Any):
-    """AdamW with a tensor learning rate; fused where supported, else foreach."""
+    """AdamW, fused with a tensor learning rate where supported, else foreach with a plain one."""
     parameters = list(parameters)
-    rate = torch.tensor(learning_rate, device=parameters[0].device)
     fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
-    options["fused" if fused else "foreach"] = True
-    return torch.optim.AdamW(parameters, lr=rate, eps=1e-5, **options)
+    if fused:
+        rate = torch.tensor(learning_rate, device=parameters[0].device)
+        return torch.optim.AdamW(parameters, lr=rate, eps=1e-5, fused=True, **options)
+    return torch.optim.AdamW(parameters, lr=learning_rate, eps=1e-5, foreach=True, **options)
 
 
 def to_device(batch: Iterable[Tensor], device: str) -> list[Tensor]:
@@ -103,7 +104,10 @@ class Update:
 
     def set_learning_rate(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"].fill_(rate)
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
     def _backward(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
         with self.autocast():

@@ -1,0 +1,68 @@
+"""Experience is kept at fixed addresses and every row of it is served once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from pipeline.learning.buffer import RolloutBuffer
+
+
+def tick(t: int, slots: int) -> TensorDict:
+    return TensorDict(
+        {"id": torch.arange(slots) + t * slots, "x": torch.full((slots, 2), float(t))},
+        batch_size=[slots],
+    )
+
+
+def filled(ticks: int, slots: int) -> RolloutBuffer:
+    buffer = RolloutBuffer(ticks)
+    for t in range(ticks):
+        assert not buffer.full
+        buffer.add(tick(t, slots))
+    assert buffer.full
+    return buffer
+
+
+def test_rows_are_where_they_were_put():
+    buffer = filled(4, 3)
+    assert buffer.data["id"].tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    assert buffer.data["x"].shape == (4, 3, 2)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 5, 7])
+def test_every_row_is_served_once_also_with_a_remainder(count):
+    buffer = filled(5, 6)
+    generator = torch.Generator().manual_seed(0)
+    parts = list(buffer.minibatches(count, generator))
+    assert len(parts) == count
+    served = torch.cat([part["id"] for part in parts])
+    assert sorted(served.tolist()) == list(range(30))
+    assert served.tolist() != list(range(30))
+    sizes = {len(part) for part in parts}
+    assert max(sizes) - min(sizes) <= 1
+    for part in parts:  # fields stay together
+        torch.testing.assert_close(part["x"][:, 0], (part["id"] // 6).float())
+    again = torch.cat([part["id"] for part in buffer.minibatches(count, generator)])
+    assert again.tolist() != served.tolist()
+
+
+def test_a_full_buffer_says_so_and_a_reset_one_keeps_its_memory():
+    buffer = filled(3, 2)
+    with pytest.raises(IndexError, match="reset"):
+        buffer.add(tick(3, 2))
+    addresses = {key: value.data_ptr() for key, value in buffer.data.items()}
+    buffer.reset()
+    for t in range(10, 13):
+        buffer.add(tick(t, 2))
+    assert {key: value.data_ptr() for key, value in buffer.data.items()} == addresses
+    assert buffer.data["id"][0].tolist() == [20, 21]
+
+
+def test_the_buffer_keeps_copies():
+    buffer = RolloutBuffer(2)
+    record = tick(0, 2)
+    buffer.add(record)
+    record["x"].fill_(9.0)
+    assert buffer.data["x"][0].eq(0).all()

@@ -1,0 +1,240 @@
+"""The update step shared by every learner: its guarded compilation, its scaler, its optimizer."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.learning import update as update_module
+from pipeline.learning.update import Update, fused_adam, set_precision, to_device
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+
+
+def learner(**options):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def loss(x, y):
+        error = (model(x).squeeze(-1).float() - y).square().mean()
+        return error, {"error": error}
+
+    return model, loss, Update(loss, model.parameters(), learning_rate=0.01, **options)
+
+
+def batches(count, size=32):
+    rng = torch.Generator().manual_seed(2)
+    for _ in range(count):
+        x = torch.randn(size, 5, generator=rng)
+        yield x, x.sum(-1) + torch.randn(size, generator=rng) / 10
+
+
+def settle(update, x, y):
+    """Let the scaler find a scale that fp16 can hold, without learning anything."""
+    update.set_learning_rate(0.0)
+    for _ in range(12):
+        update(x, y)
+    update.set_learning_rate(0.01)
+    update.skipped_steps = 0
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_one_step_is_clip_then_adam():
+    model, _, update = learner(max_grad_norm=0.5)
+    twin = copy.deepcopy(model)
+    adam = torch.optim.AdamW(twin.parameters(), lr=0.01, eps=1e-5, weight_decay=0.0)
+    for x, y in batches(5):
+        told = update(x, y)
+        adam.zero_grad()
+        (twin(x).squeeze(-1) - y).square().mean().backward()
+        norm = nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+        adam.step()
+        torch.testing.assert_close(told["grad_norm"], norm)
+        assert told.keys() == {"loss", "grad_norm", "error"}
+        assert not any(value.requires_grad for value in told.values())
+    torch.testing.assert_close(weights(model), weights(twin))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_compile_error_falls_back_once_and_steps_once(monkeypatch, where):
+    """As a real one: it shows at the first call, perhaps when gradients are half there."""
+    calls = []
+
+    def broken(loss, **options):
+        assert options["fullgraph"]
+
+        def compiled(*batch):
+            calls.append(1)
+            if where == "forward":
+                raise RuntimeError("inductor has no such kernel\nand a long story")
+            value, told = loss(*batch)
+            value.register_hook(
+                lambda _: (_ for _ in ()).throw(RuntimeError("inductor has no such kernel"))
+            )
+            return value, told
+
+        return compiled
+
+    expected, _, eager = learner()
+    monkeypatch.setattr(update_module.torch, "compile", broken)
+    model, _, update = learner(compile=True)
+    assert update.compile_active
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, y in batches(4):
+            update(x, y)
+    ours = [w for w in caught if "eager from now on" in str(w.message)]
+    assert len(ours) == 1
+    assert "inductor has no such kernel" in str(ours[0].message)
+    assert "\n" not in str(ours[0].message)
+    assert len(calls) == 1
+    assert not update.compile_active
+    for x, y in batches(4):
+        eager(x, y)
+    torch.testing.assert_close(weights(model), weights(expected), atol=0, rtol=0)
+    steps = {float(state["step"]) for state in update.optimizer.state.values()}
+    assert steps == {4.0}
+
+
+def test_an_error_of_the_eager_loss_is_not_swallowed():
+    def loss(x):
+        raise ValueError("a bug")
+
+    update = Update(loss, [nn.Parameter(torch.zeros(1))], learning_rate=0.1)
+    with pytest.raises(ValueError, match="a bug"):
+        update(torch.zeros(1))
+
+
+def test_an_injected_inf_skips_the_step_and_is_counted():
+    model, _, update = learner(precision="fp16")
+    inf = torch.tensor(float("inf"))
+    feed = list(batches(6))
+    settle(update, *feed[0])
+    for i, (x, y) in enumerate(feed):
+        before = weights(model)
+        scale = update.scaler.get_scale()
+        update(x, y * inf if i in (2, 4) else y)
+        skipped = i in (2, 4)
+        assert torch.equal(weights(model), before) == skipped
+        assert (update.scaler.get_scale() < scale) == skipped
+    assert update.skipped_steps == 2
+    assert weights(model).isfinite().all()
+
+
+def test_the_scaler_leaves_the_gradient_norm_unscaled():
+    """Clipping sees gradients of the loss itself: fp16's norm is fp32's, nearly."""
+    ((x, y),) = batches(1)
+    norms = []
+    for precision in ("fp32", "fp16"):
+        _, _, update = learner(precision=precision)
+        settle(update, x, y)
+        norms.append(update(x, y)["grad_norm"].item())
+    assert norms[1] == pytest.approx(norms[0], rel=0.02)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_it_learns_in_every_precision_and_rollouts_share_it(precision):
+    model, _, update = learner(precision=precision)
+    seen = []
+    model[0].register_forward_hook(lambda _m, _i, out: seen.append(out.dtype))
+    errors = [update(x, y)["error"].item() for x, y in batches(300)]
+    assert sum(errors[-20:]) < 0.2 * sum(errors[:20])
+    with update.autocast():
+        model(torch.zeros(1, 5))
+    assert set(seen) == {update.dtype}
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_fused_and_foreach_take_the_same_steps():
+    model, _, update = learner()
+    assert update.optimizer.defaults["fused"]
+    twin, _, other = learner()
+    other.optimizer = torch.optim.AdamW(
+        twin.parameters(), lr=0.01, eps=1e-5, weight_decay=0.0, foreach=True
+    )
+    for i, (x, y) in enumerate(batches(50)):
+        for one in (update, other):
+            one.set_learning_rate(0.01 * (1 - i / 50))
+            one(x, y)
+    torch.testing.assert_close(weights(model), weights(twin), atol=1e-5, rtol=1e-4)
+
+
+def test_where_fused_is_not_supported_foreach_is_taken():
+    optimizer = fused_adam([nn.Parameter(torch.zeros(3, device="meta"))], 0.01)
+    assert optimizer.defaults["foreach"]
+    assert not optimizer.defaults["fused"]
+
+
+def test_a_learning_rate_of_zero_changes_nothing():
+    model, _, update = learner()
+    before = weights(model)
+    update.set_learning_rate(0.0)
+    for x, y in batches(2):
+        update(x, y)
+    assert torch.equal(weights(model), before)
+
+
+def test_a_saved_update_goes_on_exactly():
+    model, _, update = learner(precision="fp16")
+    feed = list(batches(8))
+    for x, y in feed[:4]:
+        update(x, y)
+    saved = copy.deepcopy((model.state_dict(), update.state_dict()))
+    twin, _, other = learner(precision="fp16")
+    twin.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    for x, y in feed[4:]:
+        update(x, y)
+        other(x, y)
+    assert torch.equal(weights(model), weights(twin))
+    other.set_learning_rate(0.5)  # still possible after loading
+    assert float(other.optimizer.param_groups[0]["lr"]) == 0.5
+
+
+def test_precision_is_set_in_one_place_and_told():
+    before = torch.get_float32_matmul_precision()
+    try:
+        told = set_precision()
+        assert told["float32_matmul_precision"] == torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_moving_to_the_cpu_copies_nothing():
+    tensors = [torch.zeros(3), torch.ones(2)]
+    moved = to_device(tensors, "cpu")
+    assert [m.data_ptr() for m in moved] == [t.data_ptr() for t in tensors]
+
+
+@pytest.mark.slow
+def test_compiled_is_one_graph_equal_to_eager_that_no_learning_rate_compiles_again():
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    model, _, update = learner(compile=True)
+    twin, _, eager = learner()
+    for i, (x, y) in enumerate(batches(6)):
+        for one in (update, eager):
+            one.set_learning_rate(0.01 / (i + 1))
+            one(x, y)
+    assert update.compile_active
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    torch.testing.assert_close(weights(model), weights(twin), atol=1e-5, rtol=1e-4)
+    # A second batch size makes the batch dimension dynamic, for all sizes to come.
+    for size in (48, 20, 64):
+        for x, y in batches(1, size):
+            update(x, y)
+    assert counters["stats"]["unique_graphs"] == 2

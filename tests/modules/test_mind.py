@@ -1,0 +1,137 @@
+"""think(): the sampled tick of training and the deterministic one that is exported agree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeline.learning.losses import log_prob_of, masked_logits
+from pipeline.modules.agent import AgentState, Mind, Thoughts
+from pipeline.modules.contracts import Features, observation_from
+from pipeline.modules.perception import Perception
+from pipeline.modules.policy import Policy
+from pipeline.modules.social import Social
+from pipeline.modules.world_model import WorldModel
+
+PERIOD, WORLDS = 4, 6
+
+
+@pytest.fixture
+def mind(shape):
+    perception, world_model = Perception(shape, 16, 4), WorldModel(shape, 4, 24, 3)
+    targets = torch.zeros(shape.num_goals, 8)
+    targets[torch.arange(8), torch.arange(8)] = 0.9
+    policy = Policy(shape, perception.belief_dim, 24, targets, PERIOD, 0.2)
+    torch.nn.init.normal_(policy.future_weight[-1].weight, std=2.0)  # imagination matters
+    torch.nn.init.normal_(perception.location_table.weight, std=0.1)
+    mind = Mind(perception, world_model, Social(shape, 8), policy, candidates=3, horizon=3)
+    return mind.requires_grad_(False).eval()
+
+
+@pytest.fixture
+def moment(town, shape, mind):
+    """Observations and minds of 24 agents in the middle of a life."""
+    rng = torch.Generator().manual_seed(3)
+    world = town.reset(4, WORLDS)
+    for _ in range(5):
+        world = town.step_core(world, torch.randint(4, (WORLDS, shape.num_agents), generator=rng))
+    slots = WORLDS * shape.num_agents
+    state = AgentState(
+        torch.cat([torch.randn(slots, 16, generator=rng), torch.zeros(slots, shape.num_cells)], 1),
+        torch.randn(slots, shape.num_others, 9, generator=rng),
+        torch.randint(shape.num_goals, (slots,), generator=rng),
+        torch.randint(6, (slots,), generator=rng),
+        torch.arange(slots),
+    )
+    return observation_from(town.observe(world), 2), state
+
+
+def test_without_noise_explore_is_forward(mind, moment, shape):
+    obs, state = moment
+    slots = len(state.goal)
+    slice_ = torch.arange(0, slots, PERIOD)
+    quiet = [torch.zeros(slots, n) for n in (shape.num_goals, shape.num_actions)]
+    action, after, record = mind.explore(obs, state, slice_, *quiet)
+    expected, *rest = mind(*obs, *state)
+    torch.testing.assert_close(action, expected)
+    for name, ours, theirs in zip(AgentState._fields, after, rest[:5], strict=True):
+        torch.testing.assert_close(ours, theirs, msg=name)
+    assert record["deliberate"].nonzero().flatten().tolist() == slice_.tolist()
+    thoughts = Thoughts(*rest[5:])
+    decided = record["decide"]
+    torch.testing.assert_close(
+        record["goal_log_prob"][decided],
+        log_prob_of(thoughts.goal_logits, record["goal"])[decided],
+        atol=1e-5, rtol=1e-5,
+    )  # fmt: skip
+    torch.testing.assert_close(
+        record["action_log_prob"], log_prob_of(thoughts.action_logits, action), atol=1e-5, rtol=1e-5
+    )
+    assert record["goal"].unique().numel() > 1
+
+
+def test_what_is_recorded_is_enough_to_see_the_decision_again(mind, moment, shape):
+    """PPO's first epoch starts at ratio 1: logits from the record give the recorded log-probs."""
+    obs, state = moment
+    slots = len(state.goal)
+    rng = torch.Generator().manual_seed(8)
+    noise = [
+        -(-torch.rand(slots, n, generator=rng).clamp_min(1e-9).log()).log()
+        for n in (shape.num_goals, shape.num_actions)
+    ]
+    _, _, r = mind.explore(obs, state, torch.arange(0, slots, PERIOD), *noise)
+    f = Features(*(r[f"f_{name}"] for name in Features._fields))
+    prior = mind.policy.prior_logits(f)
+    considered = mind.policy.goal_logits(
+        prior, r["candidates"], r["imagined_return"], r["imagined_confidence"]
+    )
+    goal_logits = torch.where(r["deliberate"].unsqueeze(-1), considered, prior)
+    torch.testing.assert_close(log_prob_of(goal_logits, r["goal"]), r["goal_log_prob"])
+    action_logits = masked_logits(mind.policy.action_logits(f, r["goal"]), r["mask"])
+    torch.testing.assert_close(log_prob_of(action_logits, r["action"]), r["action_log_prob"])
+    assert r["mask"].gather(1, r["action"].unsqueeze(1)).all()
+
+
+def test_an_illegal_action_is_never_taken_or_imagined_first(mind, moment):
+    obs, state = moment
+    only = torch.zeros_like(obs.action_mask)
+    only[:, 5] = True  # WAIT
+    out = mind(*obs._replace(action_mask=only), *state)
+    assert (out[0] == 5).all()
+    future, _ = mind.imagine(
+        mind.sense(obs, state.belief, state.social)[0].log_std,
+        mind.sense(obs, state.belief, state.social)[3],
+        only,
+        torch.zeros(len(state.goal), 3, dtype=torch.int64),
+    )
+    assert (future.actions[..., 0] == 5).all()
+
+
+def test_a_batch_is_its_rows(mind, moment):
+    obs, state = moment
+    together = mind(*obs, *state)
+    row = 7
+    alone = mind(*(x[row : row + 1] for x in obs), *(x[row : row + 1] for x in state))
+    for ours, theirs in zip(together, alone, strict=True):
+        torch.testing.assert_close(ours[row : row + 1], theirs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("meters", "goal", "age", "ended"),
+    [
+        ({0: 0.95}, 0, 1, True),  # its target is reached
+        ({0: 0.5}, 0, 1, False),
+        ({0: 0.5}, 0, PERIOD, True),  # too old
+        ({0: 0.1}, 0, 2, False),  # low energy, but the goal serves it
+        ({0: 0.1}, 1, 2, True),  # an emergency
+        ({0: 0.1}, 1, 1, False),  # which gives every goal two ticks
+        ({6: 0.1}, 1, 3, True),
+    ],
+)
+def test_when_a_goal_ends(mind, shape, meters, goal, age, ended):
+    known = torch.full((1, shape.self_dim), 0.5)
+    for index, level in meters.items():
+        known[0, index] = level
+    known[0, 1] = min(known[0, 1], 0.5)
+    got = mind.policy.goal_ended(known, torch.tensor([goal]), torch.tensor([age]))
+    assert got.tolist() == [ended]

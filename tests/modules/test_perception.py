@@ -1,0 +1,110 @@
+"""Module A: many ticks at once are the ticks one by one, and memory holds what was seen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeline.modules.contracts import RawObservation, observation_from
+from pipeline.modules.perception import Perception, PerceptionHeads
+
+
+@pytest.fixture(scope="module")
+def recorded(town):
+    """Observations [T, S] of agents that wander, with a life that begins in the middle."""
+    rng = torch.Generator().manual_seed(1)
+    world, ticks = town.reset(5, 3), []
+    for _ in range(12):
+        ticks.append(observation_from(town.observe(world), 2))
+        actions = torch.randint(4, (3, town.num_agents), generator=rng)
+        world = town.step_core(world, actions)
+    obs = RawObservation(*(torch.stack(x) for x in zip(*ticks, strict=True)))
+    first = torch.rand(12, 12, generator=rng) < 0.15
+    first[0] = True
+    return obs, first
+
+
+def perceive(module, obs, t, state):
+    return module(
+        obs.view[t], obs.occupancy[t], obs.self_state[t], obs.cues[t], obs.visible[t],
+        obs.others_offset[t], state,
+    )  # fmt: skip
+
+
+def test_sequence_is_forward_tick_by_tick(shape, recorded):
+    module = Perception(shape, hidden=16, latent=4)
+    torch.nn.init.normal_(module.location_table.weight, std=0.05)
+    obs, first = recorded
+    assert first[1:].any()
+    asked = torch.tensor([0, 3, 7, 11])
+    start = torch.randn(12, module.recurrent_dim)
+    start[:, module.hidden :] = torch.randint(0, 3, (12, shape.num_cells)).float()
+    with torch.no_grad():
+        mean, log_std, logits, after = module.sequence(obs, first, start, asked)
+        state, beliefs = start, []
+        for t in range(12):
+            belief = perceive(module, obs, t, state * (~first[t]).unsqueeze(-1))
+            state = belief.recurrent_state
+            beliefs.append(belief)
+    for row, t in enumerate(asked.tolist()):
+        torch.testing.assert_close(mean[row], beliefs[t].mean, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(log_std[row], beliefs[t].log_std, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(after, state, atol=1e-5, rtol=1e-5)
+    assert logits.shape == (4, 12, shape.num_cells, shape.num_affordances)
+
+
+def test_memory_is_the_true_map_where_the_agent_has_looked(town, shape):
+    module = Perception(shape, hidden=16, latent=4)
+    world = town.reset(9, 4)
+    memory = torch.zeros(4 * shape.num_agents, shape.num_cells)
+    rng = torch.Generator().manual_seed(2)
+    for _ in range(25):
+        obs = observation_from(town.observe(world), 2)
+        memory = module.remember(obs.view, obs.self_state, memory)
+        world = town.step_core(world, torch.randint(4, (4, shape.num_agents), generator=rng))
+    truth = torch.zeros_like(memory)
+    cells = town.affordance_cells[world["layout"]].repeat_interleave(shape.num_agents, 0)
+    truth.scatter_(
+        1, cells, torch.arange(1, shape.num_affordances + 1).float().expand(len(cells), -1)
+    )
+    seen = memory > 0
+    torch.testing.assert_close(memory[seen], truth[seen] + 1)
+    assert 0.2 < seen.float().mean() < 1.0
+
+
+def test_a_table_that_knows_gives_the_place_exactly(shape):
+    """Every affordance was seen and its code says so for certain: the belief is its offset."""
+    module = Perception(shape, hidden=16, latent=4)
+    kinds = torch.arange(shape.num_affordances)
+    with torch.no_grad():
+        module.location_table.weight.fill_(-1.0)
+        module.location_table.weight[kinds + 2, kinds] = 1.0  # memory holds cell code + 1
+    cell = kinds * 3
+    memory = torch.ones(1, shape.num_cells)
+    memory[0, cell] = kinds.float() + 2
+    own = torch.zeros(1, shape.self_dim)
+    own[0, 8], own[0, 9] = 2 / (shape.width - 1), 5 / (shape.height - 1)
+    mean, log_std = module.believe(torch.zeros(1, 16), memory, own)
+    places = 2 * shape.num_affordances
+    offset = torch.stack([cell % shape.width - 2, cell // shape.width - 5], -1)
+    size = torch.tensor([shape.width, shape.height])
+    torch.testing.assert_close(mean[0, :places].view(-1, 2), offset / size, atol=1e-5, rtol=0)
+    floor = torch.full((places,), 0.01)
+    torch.testing.assert_close(log_std[0, :places].exp(), floor, atol=2e-3, rtol=0)
+
+    nothing = torch.zeros(1, shape.num_cells)  # never seen: anywhere, so the deviation is a map's
+    _, unknown = module.believe(torch.zeros(1, 16), nothing, own)
+    assert (unknown[0, :places].exp() > 0.2).all()
+
+
+def test_heads_decode_every_part_of_the_belief(shape, recorded):
+    module = Perception(shape, hidden=16, latent=4)
+    heads = PerceptionHeads(shape, module.belief_dim)
+    obs, first = recorded
+    mean, *_ = module.sequence(obs, first, torch.zeros(12, module.recurrent_dim), torch.arange(12))
+    view, occupancy, following, meters = heads(
+        mean, obs.self_state, torch.zeros(12, 12, dtype=torch.int64)
+    )
+    assert view.shape == following.shape == (12, 12, 25, shape.num_cell_codes)
+    assert occupancy.shape == (12, 12, 25)
+    assert meters.shape == (12, 12, shape.num_others, 8)

@@ -1,0 +1,370 @@
+"""The real pipeline at its smallest size: what reruns, what stays equal, what a failure leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import venv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.files import sha256_file
+
+pytestmark = pytest.mark.slow
+
+STAGES = [
+    "collect", "perception", "freeze_perception", "world_model", "social", "policy", "agent",
+    "evaluate", "register",
+]  # fmt: skip
+
+
+def hashes(repo) -> dict[str, str]:
+    """sha256 of every artifact, without the links to MLflow runs."""
+    files = (p for p in sorted(repo.artifacts.rglob("*")) if p.is_file())
+    names = {p.relative_to(repo.artifacts).as_posix(): p for p in files}
+    return {name: sha256_file(p) for name, p in names.items() if not name.startswith("runs/")}
+
+
+def outputs(repo, stage: str) -> list[Path]:
+    """The files a training stage leaves."""
+    pattern = "policy_*.pt2" if stage == "policy" else f"{stage}.pt*"
+    return [*sorted(repo.artifacts.glob(pattern)), repo.artifacts / "plots" / f"{stage}.csv"]
+
+
+def sentence(done: subprocess.CompletedProcess) -> str:
+    """The one line a failed command told, of which nothing else may stand on stderr."""
+    assert done.returncode == 1, done.stdout + done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+# ------------------------------------------------------------------------------------------------
+# What runs, and what it makes
+
+
+def test_one_command_runs_every_stage_and_sums_up(tiny):
+    log = (tiny.path / "repro.log").read_text()
+    assert re.findall(r"Running stage '(\w+)'", log) == STAGES
+    for word in (
+        "expert",
+        "always-REST",
+        "artifacts/agent.onnx",
+        "artifacts/episode.gif",
+        "mlflow",
+    ):
+        assert word in log
+    metrics = json.loads((tiny.artifacts / "metrics" / "agent.json").read_text())
+    for batch in (1, 7, 256):
+        assert metrics[f"different_actions_batch_{batch}"] == 0
+        assert metrics[f"parity_batch_{batch}"] <= 1e-4
+
+
+def test_second_repro_only_looks_at_the_registry(tiny, capsys):
+    before, began = hashes(tiny), time.monotonic()
+    assert tiny.repro() == ["register"]
+    with capsys.disabled():
+        print(f"\nsecond dvc repro: {time.monotonic() - began:.1f} s")
+    assert hashes(tiny) == before
+
+
+def test_forced_repro_makes_the_same_bytes(copy):
+    before = hashes(copy)
+    assert copy.repro("--force") == STAGES
+    after = hashes(copy)
+    assert [name for name in before if before[name] != after.get(name)] == []
+    assert before.keys() == after.keys()
+
+
+def test_a_param_reruns_its_stage_and_what_depends_on_it(copy):
+    before = hashes(copy)
+    touched = (copy.artifacts / "perception.pt2").stat().st_mtime_ns
+    copy.set("social", "steps", 13)
+    assert copy.repro() == ["social", "policy", "agent", "evaluate", "register"]
+    after = hashes(copy)
+    changed = {name for name in before if before[name] != after[name]}
+    assert {"social.pt2", "policy_act.pt2", "agent.onnx"} <= changed
+    assert not changed & {"perception.pt", "perception.pt2", "world_model.pt2"}
+
+    copy.set("policy", "ppo_iterations", 1)
+    assert copy.repro() == ["policy", "agent", "evaluate", "register"]
+    assert hashes(copy)["social.pt2"] == after["social.pt2"]
+    assert (copy.artifacts / "perception.pt2").stat().st_mtime_ns == touched
+
+
+def test_world_model_trains_where_perceptions_class_is_absent(copy):
+    expected = sha256_file(copy.artifacts / "world_model.pt2")
+    (copy.path / "pipeline/modules/perception.py").unlink()
+    (copy.artifacts / "world_model.pt2").unlink()
+    done = copy.stage("world_model")
+    assert done.returncode == 0, done.stderr
+    assert sha256_file(copy.artifacts / "world_model.pt2") == expected
+
+
+# ------------------------------------------------------------------------------------------------
+# The registry
+
+
+def champion(repo):
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{repo.path / 'mlflow.db'}")
+    return client.get_model_version_by_alias("hamlet-agent", "champion"), client
+
+
+def test_the_champion_in_mlflow_is_the_file(tiny, monkeypatch):
+    import mlflow
+    import onnxruntime
+
+    from pipeline.serving.agent import OnnxAgent
+    from pipeline.town import Town, load_pack
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tiny.path / 'mlflow.db'}")
+    mlflow.set_tracking_uri(f"sqlite:///{tiny.path / 'mlflow.db'}")
+    try:
+        model = mlflow.onnx.load_model("models:/hamlet-agent@champion")
+    finally:
+        mlflow.set_tracking_uri(None)
+    theirs = onnxruntime.InferenceSession(
+        model.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    ours = OnnxAgent(tiny.artifacts / "agent.onnx")
+    town = Town(load_pack("l4_contention"), num_layouts=4)
+    world, mind, seen = town.reset(3, 2), ours.start(8), set()
+    for _ in range(30):
+        obs = town.observe(world)
+        fields = {
+            name: obs[name].flatten(0, 1).numpy()
+            for name in ours.inputs
+            if name in obs.keys()  # noqa: SIM118
+        }
+        decision = ours.act(fields, mind)
+        (action,) = theirs.run(["action"], {**fields, **mind})
+        np.testing.assert_array_equal(action, decision.action)
+        seen |= set(action.tolist())
+        mind = decision.state
+        world = town.step_core(world, town_actions(decision.action))
+    assert len(seen) > 1
+
+
+def town_actions(action):
+    import torch
+
+    return torch.from_numpy(action).unflatten(0, (2, 4))
+
+
+def test_a_deleted_database_is_filled_again_with_one_version(copy):
+    (copy.path / "mlflow.db").unlink()
+    assert copy.repro() == ["register"]
+    assert copy.repro() == ["register"]
+    version, client = champion(copy)
+    card = json.loads((copy.artifacts / "agent.onnx.json").read_text())
+    assert version.tags["sha256"] == card["sha256"]
+    assert len(client.search_model_versions("name = 'hamlet-agent'")) == 1
+
+
+# ------------------------------------------------------------------------------------------------
+# hamlet act, with and without PyTorch
+
+
+def test_act_answers_the_same_without_torch(tiny, tmp_path):
+    home = tmp_path / "small"
+    venv.create(home, with_pip=True)
+    bin_ = home / ("Scripts" if os.name == "nt" else "bin")
+    constraints = tiny.path / "constraints.txt"
+    source = f"{tiny.path}[cpu]"
+    tiny.run(str(bin_ / "python"), "-m", "pip", "install", "-q", "-c", str(constraints), source)
+    bare = {k: v for k, v in tiny.env.items() if k != "PYTHONPATH"}
+
+    def small(*command: str, **options) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [str(bin_ / command[0]), *command[1:]],
+            cwd=tiny.path / "artifacts",  # not where the packages could be imported from
+            env=bare,
+            capture_output=True,
+            text=True,
+            check=False,
+            **options,
+        )
+
+    assert "ModuleNotFoundError" in small("python", "-c", "import torch").stderr
+    example = tiny.hamlet("act", "--example").stdout
+    assert small("hamlet", "act", "--example", "--agent", "agent.onnx").stdout == example
+    memories = [tmp_path / "ours.npz", tmp_path / "theirs.npz"]
+    for _ in range(3):
+        ours = tiny.hamlet("act", "--state", str(memories[0]), input=example)
+        theirs = small(
+            "hamlet", "act", "--agent", "agent.onnx", "--state", str(memories[1]), input=example
+        )
+        assert theirs.returncode == 0, theirs.stderr
+        left, right = json.loads(ours.stdout), json.loads(theirs.stdout)
+        assert (left["action"], left["goal"]) == (right["action"], right["goal"])
+        assert left["action_odds"] == pytest.approx(right["action_odds"], abs=2e-3)
+
+    refused = small("hamlet", "play", "--agent", "agent.onnx")
+    assert "pip install -c constraints.txt" in sentence(refused)
+
+
+# ------------------------------------------------------------------------------------------------
+# Bad input: one line, and the good output stays
+
+
+def flip_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(data)
+
+
+def corrupt_graph(repo) -> None:
+    flip_a_byte(repo.artifacts / "perception.pt2")
+
+
+def missing_graph(repo) -> None:
+    (repo.artifacts / "perception.pt2").unlink()
+
+
+def missing_card(repo) -> None:
+    (repo.artifacts / "perception.pt2.json").unlink()
+
+
+def corrupt_dataset(repo) -> None:
+    flip_a_byte(next(iter(sorted((repo.artifacts / "dataset").glob("*.memmap")))))
+
+
+def other_pack(repo) -> None:
+    pack = repo.path / "pipeline/town/packs/l4_contention.yaml"
+    text = re.sub(
+        r"(?m)^(lifespan|start_hour): (\d+)", lambda m: f"{m[1]}: {int(m[2]) + 1}", pack.read_text()
+    )
+    assert text != pack.read_text()
+    (repo.path / "other.yaml").write_text(text)
+    repo.set("town", "pack", "other.yaml")
+
+
+def unknown_param(repo) -> None:
+    repo.replace("params.yaml", "  horizon: 2\n  steps: 30", "  horizn: 2\n  steps: 30")
+
+
+def wrong_param(repo) -> None:
+    repo.set("world_model", "steps", "many")
+
+
+def no_params(repo) -> None:
+    (repo.path / "params.yaml").unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (corrupt_graph, r"artifacts/perception\.pt2 .*sha256.*: run `dvc repro freeze_perception`"),
+        (missing_graph, r"artifacts/perception\.pt2 is missing: run `dvc repro freeze_perception`"),
+        (missing_card, r"perception\.pt2\.json is missing: run `dvc repro freeze_perception`"),
+        (corrupt_dataset, r"artifacts/dataset .*sha256.*: run `dvc repro collect`"),
+        (other_pack, r"made for another town pack.*: run `dvc repro \w+`"),
+        (unknown_param, r"unknown key `world_model\.horizn`.*did you mean `horizon`"),
+        (wrong_param, r'`world_model\.steps` is "many".*integer'),
+        (no_params, r"params\.yaml is missing"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_the_good_output(copy, spoil, told):
+    spoil(copy)
+    before = [sha256_file(path) for path in outputs(copy, "world_model")]
+    assert re.search(told, sentence(copy.stage("world_model")))
+    assert [sha256_file(path) for path in outputs(copy, "world_model")] == before
+
+
+def test_dvc_repro_fails_on_a_wrong_param_too(copy):
+    wrong_param(copy)
+    done = copy.run("dvc", "repro", check=False)
+    assert done.returncode
+    assert "world_model.steps" in done.stderr
+
+
+def test_a_corrupt_agent_is_refused_by_all_who_open_it(copy):
+    flip_a_byte(copy.artifacts / "agent.onnx")
+    for done in (copy.stage("evaluate"), copy.stage("register"), copy.hamlet("act", "--example")):
+        assert re.search(r"agent\.onnx .*sha256.*: run `dvc repro agent`", sentence(done))
+
+
+def test_an_agent_of_other_modules_is_refused(copy):
+    """world_model made anew: the policy was trained against the old one."""
+    copy.set("world_model", "steps", 31)
+    assert copy.stage("world_model").returncode == 0
+    assert re.search(r"policy was trained on another .*world_model", sentence(copy.stage("agent")))
+
+
+def test_half_the_file_is_never_left_when_the_disk_is_full(copy):
+    """The limit of a file's size stands in for a full disk."""
+    resource = pytest.importorskip("resource")
+    before = [sha256_file(path) for path in outputs(copy, "world_model")]
+    code = (
+        "import resource, signal, runpy; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "import mlflow, torch, tensordict, stages.world_model;"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, {resource.RLIM_INFINITY}));"
+        "runpy.run_module('stages.world_model', run_name='__main__')"
+    )
+    copy.env["MLFLOW_TRACKING_URI"] = "sqlite:////dev/null/none"  # only the artifact is in question
+    done = copy.run(sys.executable, "-c", code, check=False, timeout=300)
+    assert done.returncode == 1
+    assert "disk is full" in done.stderr.strip().splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert [sha256_file(path) for path in outputs(copy, "world_model")] == before
+
+
+# ------------------------------------------------------------------------------------------------
+# Interrupts
+
+# As `python -m stages.X`, but every step is saved, so that there is something to resume from.
+EAGER = """
+import runpy
+from pipeline.learning.checkpoint import Checkpoint
+Checkpoint.__init__.__defaults__ = (0.0,)
+runpy.run_module("stages.{}", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("stage", "number"),
+    [
+        ("perception", signal.SIGKILL),
+        ("world_model", signal.SIGINT),
+        ("social", signal.SIGKILL),
+        ("policy", signal.SIGTERM),
+        ("policy", signal.SIGKILL),
+    ],
+)
+def test_interrupted_training_resumes_to_the_same_bytes(copy, stage, number):
+    expected = [sha256_file(path) for path in outputs(copy, stage)]
+    command = [sys.executable, "-c", EAGER.format(stage)]
+    with subprocess.Popen(
+        command, cwd=copy.path, env=copy.env, stderr=subprocess.PIPE, text=True
+    ) as process:
+        until = time.monotonic() + 120
+        while not list((copy.path / "checkpoints").glob(f"{stage}-*/checkpoint.pt")):
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < until, "no checkpoint"
+            time.sleep(0.002)
+        process.send_signal(number)
+        said = process.communicate(timeout=60)[1]
+    if number == signal.SIGKILL:
+        assert process.returncode == -signal.SIGKILL
+    else:
+        assert process.returncode == 128 + number
+        assert f"`dvc repro {stage}` resumes from it" in said.strip().splitlines()[-1]
+    assert [sha256_file(path) for path in outputs(copy, stage)] == expected  # nothing half-written
+    for path in outputs(copy, stage):
+        path.unlink()
+
+    done = copy.run(*command, check=False)
+    assert done.returncode == 0, done.stderr
+    first = int(re.search(rf"{stage}: (\d+)/", done.stderr).group(1))
+    assert first > 0, "began again instead of resuming"
+    assert [sha256_file(path) for path in outputs(copy, stage)] == expected
+    assert not list((copy.path / "checkpoints").glob(f"{stage}-*/"))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from conftest import ROOT, Repo, tail
+from copied_repo import ROOT, Repo, tail
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 

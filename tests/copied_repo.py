@@ -1,0 +1,88 @@
+"""A copy of this checkout as a repository of its own, in which the real commands run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+class Repo:
+    """A repository of its own, in which the real commands run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.artifacts = path / "artifacts"
+        # What a shell in the activated environment has, without what this test run adds.
+        drop = ("PYTEST_", "MLFLOW_", "DVC_", "HAMLET_", "PYTHONPATH")
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
+        self.env |= {
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": str(path),  # this copy's code, whichever is installed
+            "DVC_NO_ANALYTICS": "true",
+        }
+
+    def run(self, *command: str, check: bool = True, **options) -> subprocess.CompletedProcess:
+        """Run a command here; its output is text."""
+        done = subprocess.run(
+            command, cwd=self.path, env=self.env, capture_output=True, text=True, **options
+        )
+        if check and done.returncode:
+            raise AssertionError(f"{' '.join(command)}: {done.returncode}\n{tail(done)}")
+        return done
+
+    def repro(self, *arguments: str) -> list[str]:
+        """`dvc repro`; returns the stages that ran."""
+        done = self.run("dvc", "repro", *arguments)
+        return re.findall(r"^Running stage '(\w+)'", done.stdout, re.M)
+
+    def stage(self, name: str) -> subprocess.CompletedProcess:
+        """One stage, without DVC, whatever its exit code."""
+        return self.run(sys.executable, "-m", f"stages.{name}", check=False)
+
+    def hamlet(self, *arguments: str, **options) -> subprocess.CompletedProcess:
+        code = "from pipeline.cli import app; app(prog_name='hamlet')"
+        return self.run(sys.executable, "-c", code, *arguments, check=False, **options)
+
+    def replace(self, file: str, old: str, new: str) -> None:
+        """Replace the one place where `old` stands in a file."""
+        path = self.path / file
+        text = path.read_text()
+        assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {file}"
+        path.write_text(text.replace(old, new))
+
+    def set(self, section: str, key: str, value: object) -> None:
+        """Change one number of params.yaml."""
+        path = self.path / "params.yaml"
+        pattern = rf"(?m)(^{section}:\n(?:  .*\n)*?  {key}: ).*$"
+        text, count = re.subn(pattern, rf"\g<1>{value}", path.read_text())
+        assert count == 1, f"{section}.{key} is not in params.yaml"
+        path.write_text(text)
+
+
+def tail(done: subprocess.CompletedProcess) -> str:
+    return f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+
+
+def working_tree(target: Path) -> None:
+    """Copy what git would commit of this checkout, as a new repository with one commit."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+    shutil.copy(target / "tiny.yaml", target / "params.yaml")
+    who = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
+    for command in (["init", "-q"], ["add", "-A"], [*who, "commit", "-qm", "copy"]):
+        subprocess.run(["git", *command], cwd=target, check=True)

@@ -259,7 +259,7 @@ def load_pack(source: str | Path) -> Pack:
     """Read a pack by name (`l4_contention`), from a YAML file, or from a Hamlet pack directory.
 
     A YAML pack may name another as `extends`: its own fields replace or, where they are mappings
-    or lists of named things, amend the other's.
+    or lists of named things, amend the other's; null restores the schema's default.
 
     Raises PackError with one line that names the file, the field and the fix.
     """
@@ -318,7 +318,8 @@ def _read_with_parents(path: Path, depth: int = 0) -> dict[str, Any]:
 def _amend(base: Any, change: Any) -> Any:
     """`change` on top of `base`: mappings by key, lists of named things by name."""
     if isinstance(base, dict) and isinstance(change, dict):
-        return base | {key: _amend(base.get(key), value) for key, value in change.items()}
+        merged = base | {key: _amend(base.get(key), value) for key, value in change.items()}
+        return {key: value for key, value in merged.items() if value is not None}
     named = [base, change]
     if all(isinstance(x, list) and x and all(isinstance(i, dict) and "name" in i for i in x)
            for x in named):  # fmt: skip

@@ -191,10 +191,10 @@ class Checker:
                             funds[meter] = 1.0
         for a in pack.affordances:
             if a not in usable:
-                meter, price = max(self.full_price(a).items(), key=lambda item: item[1])
+                meter, cost = max(self.full_price(a).items(), key=lambda item: item[1])
                 self.fail(
                     f"affordances.{a.name}.price",
-                    f"a full use costs {price:.2f} {meter}, an agent starts with "
+                    f"a full use costs {cost:.2f} {meter}, an agent starts with "
                     f"{start[meter]:.2f} and nothing it can use earns any; lower the price or add "
                     "work that pays",
                 )

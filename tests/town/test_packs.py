@@ -1,0 +1,169 @@
+"""Packs: the shipped ones load, their hash is stable, and nonsense gets a clear error."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import yaml
+
+from pipeline.town import PackError, Town, load_pack
+from pipeline.town.config import PACKS
+from pipeline.town.validate import check_survivable
+
+LEVELS = (
+    "l0_full_view", "l1_economy", "l2_fog", "l3_hours", "l4_contention", "l5_changing", "l6_family",
+)  # fmt: skip
+BASE = yaml.safe_load((PACKS / "l4_contention.yaml").read_text())
+
+
+def place(pack, name):
+    return next(a for a in pack["affordances"] if a["name"] == name)
+
+
+def edit_unknown_meter(p):
+    place(p, "Bed")["effects_per_tick"] = {"enrgy": 0.1}
+
+
+def edit_unknown_place(p):
+    p["cues"][0]["any_of"] = [{"using": ["Office"]}]
+
+
+def edit_misspelt_field(p):
+    place(p, "Bed")["capacty"] = 1
+
+
+def edit_out_of_range(p):
+    p["meters"][0]["initial"] = 1.5
+
+
+def edit_missing_field(p):
+    del p["terminal"]
+
+
+def edit_twice(p):
+    p["affordances"].append(copy.deepcopy(p["affordances"][0]))
+
+
+def edit_exclusive_crowd(p):
+    place(p, "Bed").update(exclusive=True, capacity=3)
+
+
+def edit_tiny_map(p):
+    p.update(width=3, height=3)
+
+
+def edit_teleport_nowhere(p):
+    place(p, "Bed")["on_completion"] = [{"effect": "teleport", "tag": "moon"}]
+
+
+def edit_short_hours(p):
+    place(p, "Job")["hours"] = [8, 12]
+
+
+def edit_unaffordable_cycle(p):
+    # everything that earns must first be paid for with what nobody has
+    p["meters"][3]["initial"] = 0.0
+    for name in ("Job", "Labor"):
+        place(p, name)["price_per_tick"] = {"money": 0.01}
+
+
+def edit_too_dear(p):
+    place(p, "Hospital")["price_per_tick"] = {"money": 0.3}
+
+
+def edit_stillborn(p):
+    p["meters"][0]["initial"] = 0.0
+
+
+def edit_late_change(p):
+    p["schedule"] = [{"tick": 900, "cascade_factor": 2.0}]
+
+
+def edit_odd_family(p):
+    p["families"] = {"size": 3, "messages": 2}
+
+
+def edit_impossible_precondition(p):
+    place(p, "Doctor")["preconditions"] = [{"meter": "health", "op": ">", "value": 1.0}]
+
+
+def edit_far_cue(p):
+    p["cues"][0]["distance_limit"] = 5
+
+
+def edit_unknown_effect(p):
+    place(p, "Bed")["on_completion"] = [{"effect": "explode", "tag": "home"}]
+
+
+NONSENSE = {
+    edit_unknown_meter: ("Bed.effects_per_tick", "unknown meter 'enrgy'", "energy"),
+    edit_unknown_place: ("cues.is_working", "unknown affordance 'Office'", "Job"),
+    edit_misspelt_field: ("capacty", "Extra inputs"),
+    edit_out_of_range: ("meters.0.initial", "less than or equal to 1", "1.5"),
+    edit_missing_field: ("terminal", "required"),
+    edit_twice: ("affordances", "'Bed' is defined twice", "rename"),
+    edit_exclusive_crowd: ("affordances.Bed", "capacity 3", "set capacity to 1"),
+    edit_tiny_map: ("width, height", "14 affordances", "enlarge"),
+    edit_teleport_nowhere: ("Bed.on_completion", "'moon'", "add the tag"),
+    edit_short_hours: ("Job.hours", "takes 8 ticks", "widen hours"),
+    edit_unaffordable_cycle: ("price", "nothing it can use earns any", "add work that pays"),
+    edit_too_dear: ("Hospital.price", "more than an agent can ever own", "lower the price"),
+    edit_stillborn: ("meters.energy.initial", "already death"),
+    edit_late_change: ("schedule.900", "after the lifespan", "earlier tick"),
+    edit_odd_family: ("families.size", "do not split", "divisor"),
+    edit_impossible_precondition: ("Doctor.preconditions", "never holds"),
+    edit_far_cue: ("cues.is_working.distance_limit", "nobody is visible"),
+    edit_unknown_effect: ("on_completion.0.effect", "teleport"),
+}
+
+
+@pytest.mark.parametrize("edit", NONSENSE, ids=lambda edit: edit.__name__)
+def test_nonsense_gets_one_clear_line(edit, tmp_path):
+    content = copy.deepcopy(BASE)
+    edit(content)
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(content))
+    with pytest.raises(PackError) as caught:
+        load_pack(file)
+    message = str(caught.value)
+    assert message.startswith("mine.yaml: ")
+    assert "\n" not in message
+    for part in NONSENSE[edit]:
+        assert part in message
+
+
+def test_unreadable_files_are_named(tmp_path):
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("name: [")
+    with pytest.raises(PackError, match=r"broken\.yaml: not readable as YAML"):
+        load_pack(broken)
+    with pytest.raises(PackError, match="l4_contention"):
+        load_pack("l9_nowhere")
+    orphan = tmp_path / "orphan.yaml"
+    orphan.write_text("extends: nobody\nname: orphan\n")
+    with pytest.raises(PackError, match="extends: no pack named 'nobody'"):
+        load_pack(orphan)
+
+
+def test_a_town_nobody_can_survive_is_refused():
+    pack = load_pack("l3_hours").model_copy(update={"depletion_multiplier": 9.0})
+    with pytest.raises(PackError, match="even an expert that knows the map lives only"):
+        check_survivable(pack, "hard.yaml", worlds=4)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_levels_load_and_have_one_hash(level):
+    pack = load_pack(level)
+    assert pack.name == level
+    assert pack.content_hash == load_pack(level).content_hash
+    changed = pack.model_copy(update={"lifespan": pack.lifespan + 1})
+    assert changed.content_hash != pack.content_hash
+    town = Town(pack, num_layouts=4)
+    state = town.reset(0, 2)
+    side = 2 * pack.vision + 1
+    assert town.observe(state)["view"].shape == (2, pack.agents, side, side)
+
+
+def test_hashes_of_the_levels_differ():
+    assert len({load_pack(level).content_hash for level in LEVELS}) == len(LEVELS)

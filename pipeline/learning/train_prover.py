@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pipeline.learning.buffer import RolloutBuffer
+from pipeline.learning.checkpoint import Checkpoint
 from pipeline.learning.losses import (
     entropy_of,
     imitation_loss,
@@ -240,22 +242,27 @@ def train_prover(
     config: TrainConfig,
     seed: int,
     report: Report | None = None,
+    checkpoint: Path | None = None,
 ) -> dict[str, float]:
     """Train a prover in place; returns what was measured and chosen.
 
     Imitation and PPO each leave a candidate; with the symbolic prior, the best of them and the best
     trust in its corrections are chosen on the validation split.
+
+    Args:
+        report: told (phase, step, steps, numbers) after every step.
+        checkpoint: file from which an interrupted training resumes, exactly.
     """
-    torch.manual_seed(seed)
     began = time.perf_counter()
     steps = Steps(world, prover, config.compile)
-    generator = torch.Generator().manual_seed(seed)
     candidates = {}
     if config.imitation_steps and prover.use_prior:
-        _imitate(world, prover, steps, config, seed, generator, report)
+        file = checkpoint and checkpoint.with_suffix(".imitation.pt")
+        _train(world, prover, steps, config, seed, "imitation", report, file)
         candidates["imitation"] = _copy(prover)
     if config.ppo_steps:
-        _improve(world, prover, steps, config, seed + 1, generator, report)
+        file = checkpoint and checkpoint.with_suffix(".ppo.pt")
+        _train(world, prover, steps, config, seed + 1, "ppo", report, file)
         candidates["ppo"] = _copy(prover)
     result = {"training_seconds": time.perf_counter() - began}
     if prover.use_prior and len(world.graph.splits["valid"]):
@@ -263,98 +270,117 @@ def train_prover(
     return result
 
 
-def _imitate(world, prover, steps, config, seed, generator, report) -> None:
+def _train(
+    world: ProofWorld,
+    prover: Prover,
+    steps: Steps,
+    config: TrainConfig,
+    seed: int,
+    phase: str,
+    report: Report | None,
+    file: Path | None,
+) -> None:
+    """One phase: fill the buffer with the expert's or the policy's experience, update, repeat."""
+    imitating = phase == "imitation"
+    total = config.imitation_steps if imitating else config.ppo_steps
+    rate = config.learning_rate if imitating else config.ppo_learning_rate
+    update = Update(
+        _imitation(prover) if imitating else _improvement(prover, config),
+        prover.parameters(),
+        learning_rate=rate,
+        max_grad_norm=1.0 if imitating else 0.5,
+        weight_decay=config.weight_decay if imitating else 0.0,
+    )
+    generator = torch.Generator().manual_seed(seed)
+    world.train()
+    state = world.reset(seed, config.slots)
+    start = 0
+    saver = None
+    if file is not None:
+        saver = Checkpoint(file, {"prover": prover, "update": update, "generator": generator})
+        start, kept = saver.load()
+        if kept:
+            state = TensorDict(kept, batch_size=[config.slots])
+    buffer = RolloutBuffer(config.ticks)
+    for step in range(start, total):
+        update.set_learning_rate(rate * (1 - step / total))
+        buffer.reset()
+        while not buffer.full:
+            state, record = steps.rollout(state, imitating)
+            buffer.add(record)
+        assert buffer.data is not None
+        data = buffer.data
+        numbers: dict[str, Tensor] = {}
+        if not imitating:
+            _add_advantages(world, prover, data, state, config)
+        stop = False
+        for _ in range(1 if imitating else config.epochs):
+            for batch in buffer.minibatches(config.minibatches, generator):
+                numbers = update(batch)
+                stop = stop or (not imitating and bool(numbers["approx_kl"] > config.max_kl))
+            if stop:
+                break
+        ended = data["done"].sum().clamp(min=1)
+        numbers["return"] = (data["reward"] * data["done"]).sum() / ended
+        if report:
+            report(phase, step, total, numbers)
+        if saver:
+            saver.save(step + 1, dict(state.items()), force=step + 1 == total)
+
+
+def _imitation(prover: Prover) -> Callable[[TensorDict], tuple[Tensor, dict[str, Tensor]]]:
     def loss(batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         out = prover.see(batch)
         weight = batch["active"].float()
         logits = masked_logits(out.logits, batch["action_mask"])
         cloning, numbers = imitation_loss(logits, batch["expert"], weight)
-        target = (batch["label"]).float()
-        value = weighted_mean((out.value - target).square(), weight)
-        return cloning + 0.5 * value, numbers | {"imitation_loss": cloning, "value_loss": value}
+        value = weighted_mean((out.value - batch["label"].float()).square(), weight)
+        numbers |= {"imitation_loss": cloning, "value_loss": value}
+        return cloning + 0.5 * value, numbers
 
-    update = Update(
-        loss,
-        prover.parameters(),
-        learning_rate=config.learning_rate,
-        compile=config.compile,
-        weight_decay=config.weight_decay,
-    )
-    world.train()
-    state = world.reset(seed, config.slots)
-    buffer = RolloutBuffer(config.ticks)
-    for step in range(config.imitation_steps):
-        update.set_learning_rate(config.learning_rate * (1 - step / config.imitation_steps))
-        buffer.reset()
-        while not buffer.full:
-            state, record = steps.rollout(state, True)
-            buffer.add(record)
-        for batch in buffer.minibatches(config.minibatches, generator):
-            numbers = update(batch)
-        if report:
-            report("imitation", step, config.imitation_steps, numbers)
+    return loss
 
 
-def _improve(world, prover, steps, config, seed, generator, report) -> None:
+def _improvement(
+    prover: Prover, config: TrainConfig
+) -> Callable[[TensorDict], tuple[Tensor, dict[str, Tensor]]]:
     def loss(batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         out = prover.see(batch)
         weight = batch["active"].float()
         logits = masked_logits(out.logits, batch["action_mask"])
+        log_prob = log_prob_of(logits, batch["action"])
         policy, numbers = ppo_policy_loss(
-            log_prob_of(logits, batch["action"]),
-            batch["log_prob"],
-            batch["advantages"],
-            weight,
-            config.clip,
+            log_prob, batch["log_prob"], batch["advantages"], weight, config.clip
         )
         value, more = value_loss(out.value, batch["value"], batch["returns"], weight, config.clip)
         entropy = weighted_mean(entropy_of(logits), weight)
-        total = policy + 0.5 * value - config.entropy * entropy
-        return total, numbers | more | {
-            "policy_loss": policy,
-            "value_loss": value,
-            "entropy": entropy,
-        }
+        numbers |= more | {"policy_loss": policy, "value_loss": value, "entropy": entropy}
+        return policy + 0.5 * value - config.entropy * entropy, numbers
 
-    update = Update(
-        loss,
-        prover.parameters(),
-        learning_rate=config.ppo_learning_rate,
-        max_grad_norm=0.5,
-        compile=config.compile,
-    )
-    world.train()
-    state = world.reset(seed, config.slots)
-    buffer = RolloutBuffer(config.ticks)
-    for step in range(config.ppo_steps):
-        update.set_learning_rate(config.ppo_learning_rate * (1 - step / config.ppo_steps))
-        buffer.reset()
-        while not buffer.full:
-            state, record = steps.rollout(state, False)
-            buffer.add(record)
-        data = buffer.data
-        with torch.no_grad():
-            last = prover.see(world.observe(state)).value
-        following = torch.cat([data["value"][1:], last[None]])
-        terminated = data["done"] & ~data["truncated"]
-        estimate = gae(
-            data["reward"], data["value"], following, terminated, data["done"],
-            config.gamma, config.lam,
-        )  # fmt: skip
-        data["advantages"], data["returns"] = estimate
-        stop = False
-        for _ in range(config.epochs):
-            for batch in buffer.minibatches(config.minibatches, generator):
-                numbers = update(batch)
-                stop = stop or bool(numbers["approx_kl"] > config.max_kl)
-            if stop:
-                break
-        if report:
-            mean = data["reward"][data["done"]].mean()
-            report("ppo", step, config.ppo_steps, numbers | {"return": mean})
+    return loss
 
 
-def _choose(world, prover, steps, candidates, config) -> dict[str, float]:
+@torch.no_grad()
+def _add_advantages(
+    world: ProofWorld, prover: Prover, data: TensorDict, state: TensorDict, config: TrainConfig
+) -> None:
+    """Add `advantages` and `returns`; a truncated episode is bootstrapped from its last state."""
+    last = prover.see(world.observe(state)).value
+    following = torch.cat([data["value"][1:], last[None]])
+    terminated = data["done"] & ~data["truncated"]
+    data["advantages"], data["returns"] = gae(
+        data["reward"], data["value"], following, terminated, data["done"],
+        config.gamma, config.lam,
+    )  # fmt: skip
+
+
+def _choose(
+    world: ProofWorld,
+    prover: Prover,
+    steps: Steps,
+    candidates: dict[str, dict[str, Tensor]],
+    config: TrainConfig,
+) -> dict[str, float]:
     """Keep the weights and the trust that rank the validation split best; ties to less trust."""
     questions = pose(world.graph, world.closure, "valid")
     negatives = sampled_negatives(world.graph, questions, 100, seed=1)

@@ -8,7 +8,7 @@ plain symbolic baseline, and the prior from which the prover starts to learn.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -74,7 +74,9 @@ def close(graph: Graph, rounds: int = 8, budget: int = 20_000_000) -> Closure:
     facts = graph.splits["train"]
     entities, predicates = graph.num_entities, graph.num_predicates
     fact_keys = atom_key(facts, entities).sort().values
-    known = _known(fact_keys, torch.zeros(len(facts)), torch.zeros_like(fact_keys), predicates, entities)
+    known = _known(
+        fact_keys, torch.zeros(len(facts)), torch.zeros_like(fact_keys), predicates, entities
+    )
     scored: list[dict[str, Tensor]] = []
     scored_keys = fact_keys[:0]
     confidence = torch.zeros(rules.count)
@@ -232,7 +234,9 @@ def _bindings(
             return
         atom = body[order[step]]
         low, high = newest(order[step])
-        for part, weight in _split(table, log_p, _fan_out(known.index, atom, part_of=table, entities=entities)):
+        for part, weight in _split(
+            table, log_p, _fan_out(known.index, atom, part_of=table, entities=entities)
+        ):
             table_next, atoms, source = _match(known.index, atom, part, entities)
             fits = (known.round[atoms] >= low) & (known.round[atoms] <= high)
             table_next = {v: c[fits] for v, c in table_next.items()}
@@ -241,7 +245,9 @@ def _bindings(
     yield from extend({}, torch.zeros(1), 0)
 
 
-def _fan_out(index: Index, atom: list[int], part_of: dict[int, Tensor], entities: int) -> Tensor | None:
+def _fan_out(
+    index: Index, atom: list[int], part_of: dict[int, Tensor], entities: int
+) -> Tensor | None:
     """int64 [n] matches of an atom for each row of a table; None when it is at most one."""
     predicate, left, right = atom
     known_left, known_right = left in part_of, right in part_of
@@ -288,7 +294,10 @@ def _match(
         count = index.starts[side, group + 1] - start
     else:
         side = 0
-        first, last = index.starts[0, predicate * entities], index.starts[0, (predicate + 1) * entities]
+        first, last = (
+            index.starts[0, predicate * entities],
+            index.starts[0, (predicate + 1) * entities],
+        )
         start, count = first.expand(rows), (last - first).expand(rows)
     source = source.repeat_interleave(count)
     inside = torch.arange(len(source)) - (count.cumsum(0) - count)[source]

@@ -106,7 +106,9 @@ def load_graph(path: str | Path) -> Graph:
             raise HamletError(f"{folder}/train.txt is missing", "put the known facts there")
         texts[split] = list(dict.fromkeys(read_triples(file))) if file else []
     if not texts["train"]:
-        raise HamletError(f"{folder}/train.txt holds no facts", "write one `pred(head,tail).` a line")
+        raise HamletError(
+            f"{folder}/train.txt holds no facts", "write one `pred(head,tail).` a line"
+        )
     rules_file = folder / "rules.txt"
     if not rules_file.exists():
         raise HamletError(
@@ -133,7 +135,8 @@ def build_graph(
         {t.predicate for t in every} | {a.predicate for r in rules for a in (*r.body, r.head)}
     )
     entities = sorted(
-        {e for t in every for e in (t.head, t.tail)} | {e for v in (domains or {}).values() for e in v}
+        {e for t in every for e in (t.head, t.tail)}
+        | {e for v in (domains or {}).values() for e in v}
     )
     predicate_id = {p: i for i, p in enumerate(predicates)}
     entity_id = {e: i for i, e in enumerate(entities)}
@@ -276,7 +279,9 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
                 if line.strip() and line[0] not in "#%":
                     yield number, line
     except UnicodeDecodeError as error:
-        raise HamletError(f"{path} is not UTF-8 text ({error.reason})", "save it as UTF-8") from None
+        raise HamletError(
+            f"{path} is not UTF-8 text ({error.reason})", "save it as UTF-8"
+        ) from None
 
 
 def _quote(text: str) -> str:

@@ -103,7 +103,9 @@ def relations(people: list[Person]) -> Iterator[Triple]:
     """All that is true of these people, as facts over their names."""
     parents = {p.id: set(p.parent_ids) for p in people}
     siblings = {
-        p.id: {q.id for q in people if q.id != p.id and p.parent_ids and q.parent_ids == p.parent_ids}
+        p.id: {
+            q.id for q in people if q.id != p.id and p.parent_ids and q.parent_ids == p.parent_ids
+        }
         for p in people
     }
 

@@ -29,7 +29,6 @@ class ProverShape:
     num_kinds: int
     width: int
     hidden: int = 64
-    rule_dim: int = 64
 
 
 class ProverInput(NamedTuple):
@@ -41,7 +40,7 @@ class ProverInput(NamedTuple):
     root: Tensor
     kind: Tensor
     evidence: Tensor
-    count: Tensor
+    ways: Tensor
     left: Tensor
     action_mask: Tensor
 
@@ -70,12 +69,12 @@ class Prover(nn.Module):
     def __init__(self, shape: ProverShape, signature: Tensor, use_prior: bool = True) -> None:
         super().__init__()
         self.shape, self.use_prior = shape, use_prior
-        hidden, rule_dim = shape.hidden, shape.rule_dim
+        hidden = shape.hidden
         self.register_buffer("signature", signature)
         self.register_buffer("trust", torch.ones(()))  # how far the corrections count
         self.predicate = nn.Embedding(shape.num_predicates, hidden)
         self.entities = nn.Linear(4 * shape.num_predicates, hidden, bias=False)
-        self.by_count = nn.Embedding(shape.num_kinds, hidden)
+        self.by_ways = nn.Embedding(shape.num_kinds, hidden)
         self.by_presence = nn.Embedding(shape.num_kinds, hidden)
         self.situation = nn.Linear(3, hidden)
         self.trunk = nn.Linear(hidden, hidden)
@@ -84,44 +83,39 @@ class Prover(nn.Module):
         self.kind_key = nn.Embedding(shape.num_kinds, 16)
         self.kind_query = nn.Linear(hidden, 16)
         self.features = nn.Linear(4, 1, bias=False)
-        for layer in (self.by_count, self.by_presence, self.predicate):
-            nn.init.normal_(layer.weight, std=0.1)
-        for layer in (self.go_on, self.kind_query, self.features):
-            nn.init.zeros_(layer.weight)
-        for layer in (self.go_on, self.kind_query):
-            nn.init.zeros_(layer.bias)
+        for table in (self.by_ways, self.by_presence, self.predicate):
+            nn.init.normal_(table.weight, std=0.1)
+        for weight in (self.go_on.weight, self.kind_query.weight, self.features.weight):
+            nn.init.zeros_(weight)
+        for bias in (self.go_on.bias, self.kind_query.bias):
+            nn.init.zeros_(bias)
 
     def forward(self, *observation: Tensor) -> ProverOutput:
         """Logits of all actions, value and score; fields of `ProverInput` in order."""
         x = ProverInput(*observation)
-        evidence, count, prior = x.evidence, x.count, x.prior
+        evidence, ways, prior = x.evidence, torch.log1p(x.ways), x.prior
         if not self.use_prior:
-            evidence, count = torch.zeros_like(evidence), torch.zeros_like(count)
+            evidence, ways = torch.zeros_like(evidence), torch.zeros_like(ways)
             prior = torch.zeros_like(prior)
         legal = x.action_mask[:, :-1]
-        kind = x.kind.long()
+        kind = x.kind
         best = evidence.masked_fill(~legal, -1e9).amax(1, keepdim=True)
         relative = (evidence - best).clamp(-12.0, 0.0)
-        ways = torch.log1p(count)
-        present = (count > 0 if self.use_prior else legal).float()
+        present = (ways > 0 if self.use_prior else legal).float()
 
         # What there is to go on with: every rule that applies, and in how many ways.
-        hidden = (self.by_count(kind) * ways[..., None]).sum(1)
+        hidden = (self.by_ways(kind) * ways[..., None]).sum(1)
         hidden = hidden + (self.by_presence(kind) * present[..., None]).sum(1)
         hidden = hidden + self.predicate(x.query[:, 0]) + self.entities(self._context(x))
         closed = ((x.left == 0) & legal).any(1).float()
-        here = torch.stack(
-            [(~x.root).float(), closed, prior.clamp(-10.0, 15.0) / 10.0], -1
-        )
+        here = torch.stack([(~x.root).float(), closed, prior.clamp(-10.0, 15.0) / 10.0], -1)
         hidden = torch.relu(hidden + self.situation(here))
         deep = torch.relu(self.trunk(hidden)) + hidden
 
         correction = self.trust * self.go_on(deep).squeeze(-1)
         score = torch.where(x.root, prior, torch.full_like(prior, CERTAIN)) + correction
         per_kind = (self.kind_key(kind) * self.kind_query(deep)[:, None]).sum(-1)
-        seen = torch.stack(
-            [relative / 12.0, ways, present, (x.left == 0).float()], -1
-        )
+        seen = torch.stack([relative / 12.0, ways, present, (x.left == 0).float()], -1)
         choice = relative + self.trust * (per_kind + self.features(seen).squeeze(-1))
         choice = choice.masked_fill(~legal, -1e9).log_softmax(-1)
         sure = score.clamp(-15.0, 15.0)

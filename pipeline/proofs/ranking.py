@@ -165,7 +165,9 @@ def sampled_negatives(graph: Graph, questions: Questions, count: int, seed: int)
     generator = torch.Generator()
     for row in range(len(questions.side)):
         triple = questions.triples[row]
-        generator.manual_seed(seed * 1_000_003 + int(questions.answers[row]) * 2 + int(questions.side[row]))
+        generator.manual_seed(
+            seed * 1_000_003 + int(questions.answers[row]) * 2 + int(questions.side[row])
+        )
         domain = allowed[triple[0]].nonzero().flatten()
         order = domain[torch.randperm(len(domain), generator=generator)[: count + 4096]]
         corrupt = triple.repeat(len(order), 1)
@@ -205,7 +207,7 @@ def evaluate_scores(
     label: Callable[[str], str] = lambda name: name,
 ) -> dict[str, float]:
     """All ranking numbers of one scorer: `mrr_all`, `hits1_all`, ..., `mrr_100`, ..., `auc_pr`."""
-    result = {}
+    result: dict[str, float] = {}
     for protocol, sample in (("all", None), ("100", negatives)):
         found = ranking_metrics(ranks(questions, scored_keys, scores, sample))
         result |= {label(f"{name}_{protocol}"): value for name, value in found.items()}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.files import HamletError, atomic_dir, check_card, write_card, write_json, read_json
+from pipeline.files import HamletError, atomic_dir, check_card, read_json, write_card, write_json
 from pipeline.proofs.closure import close
 from pipeline.proofs.data import Graph, load_graph, write_graph
 from pipeline.proofs.kinship import kinship_graph
@@ -26,7 +26,8 @@ def open_graph(data: str, seed: int) -> Graph:
         return kinship_graph(seed=seed)
     if not Path(data).is_dir():
         raise HamletError(
-            f"proofs.data is {data!r}, which is no folder", "give a folder with train.txt, or kinship"
+            f"proofs.data is {data!r}, which is no folder",
+            "give a folder with train.txt, or kinship",
         )
     return load_graph(data)
 

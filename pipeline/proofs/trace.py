@@ -14,7 +14,7 @@ from pipeline.files import HamletError
 from pipeline.proofs.data import Triple, parse_atom
 from pipeline.proofs.knowledge import find
 from pipeline.proofs.policy import Prover
-from pipeline.proofs.unify import LEMMA, PAD, expand, select_goal
+from pipeline.proofs.unify import LEMMA, select_goal
 from pipeline.proofs.world import ProofWorld, log_odds_of, prior_log_odds
 
 
@@ -187,9 +187,8 @@ class _Replay:
         """One resolution step: `state` of one slot, before it."""
         engine, graph = self.world.engine, self.world.graph
         kind = int(state["kind"][0, action])
-        after = state["successors"][0, action].long()
-        position = self._selected(state["goals"])
-        node = self.open.pop(position)
+        left_over = int((state["successors"][0, action] >= 0).sum())
+        node = self.open.pop(int(select_goal(engine, state["goals"])[2]))
         if kind >= 2:
             rule = engine.rules
             number = kind - 2
@@ -206,27 +205,12 @@ class _Replay:
             node.children = children
             self.open = children + self.open
         else:
-            # The engine bound the goal to an atom: find which from the candidates it lists.
-            first, second = self._binding(state, action)
+            _, first, second = (int(x) for x in engine.unpack(state["atom"][0, action]))
             self._unify(node.terms[0], first)
             self._unify(node.terms[1], second)
             if kind == LEMMA:
                 self.open.insert(0, node)
-        self._close_facts(after)
-
-    def _selected(self, goals: Tensor) -> int:
-        rest = select_goal(self.world.engine, goals)[1]
-        return int((rest[0, :, 0] == PAD).int().argmax())
-
-    def _binding(self, state, action: int) -> tuple[int, int]:
-        found = expand(
-            self.world.engine, state["goals"], self.world.graph.key(state["query"]), bindings=True
-        )
-        same = (found.goals[0] == state["successors"][0, action]).flatten(1).all(1)
-        same &= found.kind[0] == state["kind"][0, action]
-        place = int((same & found.legal[0]).int().argmax())
-        first, second = found.bindings[0, place].tolist()
-        return first, second
+        self._close_facts(left_over)
 
     def _unify(self, one: int | _Variable, other: int | _Variable) -> None:
         one, other = self.value(one), self.value(other)
@@ -236,7 +220,7 @@ class _Replay:
         elif isinstance(other, _Variable):
             other.value = one
 
-    def _close_facts(self, after: Tensor) -> None:
+    def _close_facts(self, left_over: int) -> None:
         """Drop what the engine dropped: facts, and goals that occur twice."""
         kept: list[_Node] = []
         seen: dict[tuple, _Node] = {}
@@ -244,8 +228,9 @@ class _Replay:
         for node in self.open:
             terms = tuple(self.value(t) for t in node.terms)
             name = (node.predicate, *(t if isinstance(t, int) else id(t) for t in terms))
-            if all(isinstance(t, int) for t in terms) and name != self.query:
-                key = torch.tensor([(node.predicate * size + terms[0]) * size + terms[1]])
+            head, tail = terms
+            if isinstance(head, int) and isinstance(tail, int) and name != self.query:
+                key = torch.tensor([(node.predicate * size + head) * size + tail])
                 if bool(find(facts, key)[1]):
                     continue
             if name in seen:
@@ -254,7 +239,7 @@ class _Replay:
             seen[name] = node
             kept.append(node)
         self.open = kept
-        if len(kept) != int((after[:, 0] >= 0).sum()):
+        if len(kept) != left_over:
             raise AssertionError("the replay lost track of the engine")
 
     def proof(self) -> Proof:
@@ -266,7 +251,9 @@ class _Replay:
             head, tail = (self.value(t) for t in node.terms)
             assert isinstance(head, int)
             assert isinstance(tail, int)
-            atom = Triple(graph.predicates[node.predicate], graph.entities[head], graph.entities[tail])
+            atom = Triple(
+                graph.predicates[node.predicate], graph.entities[head], graph.entities[tail]
+            )
             return Proof(atom, node.rule, tuple(build(child) for child in node.children))
 
         return build(self.root)

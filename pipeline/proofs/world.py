@@ -24,6 +24,7 @@ from pipeline.proofs.unify import (
     Engine,
     Successors,
     build_engine,
+    compact,
     expand,
     log_odds,
     state_hash,
@@ -131,7 +132,10 @@ class ProofWorld:
         whole |= {"dropped": 0, "depth": 0}
         state = TensorDict(
             {name: torch.full_like(slot, value) for name, value in whole.items()}
-            | {n: torch.zeros(num_worlds, dtype=torch.bool) for n in ("done", "success", "truncated")}
+            | {
+                n: torch.zeros(num_worlds, dtype=torch.bool)
+                for n in ("done", "success", "truncated")
+            }
             | {
                 "world": slot.clone(),
                 "case": slot.clone(),
@@ -176,15 +180,17 @@ class ProofWorld:
         return self._look(self._restart(moved, fresh))
 
     def _move(self, state: TensorDict, actions: Tensor) -> TensorDict:
-        """Take the chosen successor: new goals, reward and end; its successors are not yet known."""
+        """Take the chosen successor: new goals, reward and end; what follows is not yet known."""
         width = self.engine.width
         gave_up = actions >= width
-        chosen = actions.clamp(max=width - 1)[:, None, None, None]
-        goals = state["successors"].gather(
-            1, chosen.expand(-1, 1, *state["successors"].shape[2:])
-        )[:, 0]
-        goals = torch.where(gave_up[:, None, None], state["goals"], goals.long())
-        proven = ~gave_up & (goals[:, :, 0] < 0).all(-1)
+        chosen = actions.clamp(max=width - 1)[:, None, None]
+        goals = (
+            state["successors"]
+            .gather(1, chosen.expand(-1, 1, state["successors"].shape[2]))
+            .squeeze(1)
+        )
+        goals = torch.where(gave_up[:, None], state["goals"], goals)
+        proven = ~gave_up & (goals < 0).all(-1)
         depth = state["depth"] + 1
         truncated = ~gave_up & ~proven & (depth >= self.config.max_depth)
         ended = gave_up | proven
@@ -214,7 +220,7 @@ class ProofWorld:
         state["query"] = torch.where(fresh[:, None], query, state["query"])
         state["label"] = torch.where(fresh, label, state["label"])
         start = self.engine.start(query)
-        state["goals"] = torch.where(fresh[:, None, None], start, state["goals"])
+        state["goals"] = torch.where(fresh[:, None], start, state["goals"])
         state["depth"] = torch.where(fresh, 0, state["depth"])
         state["history"] = torch.where(fresh[:, None], 0, state["history"])
         return state
@@ -222,48 +228,40 @@ class ProofWorld:
     def _look(self, state: TensorDict) -> TensorDict:
         """Find the successors of the goals, without those already visited."""
         state = state.clone(recurse=False)
-        key = self.graph.key(state["query"])
+        key = self.engine.pack(state["query"])
         goals, depth, history = state["goals"], state["depth"], state["history"]
         found = self._successors(goals, key, history)
         dropped = found.dropped
         for _ in range(self.config.unary_skips):
             only = found.legal.sum(1) == 1
-            step = found.goals[:, 0].long()
-            skip = only & (step[:, :, 0] >= 0).any(-1) & (depth > 0)
+            step = found.goals[:, 0]
+            skip = only & (step >= 0).any(-1) & (depth > 0)
             skip = skip & (depth < self.config.max_depth - 1)
             column = torch.arange(self.config.max_depth)
             here = (column == depth[:, None]) & skip[:, None]
             history = torch.where(here, state_hash(goals)[:, None], history)
-            goals = torch.where(skip[:, None, None], step, goals)
+            goals = torch.where(skip[:, None], step, goals)
             depth = depth + skip
             after = self._successors(goals, key, history)
             dropped = dropped + torch.where(skip, after.dropped, 0)
             found = after
         state["goals"], state["depth"], state["history"] = goals, depth, history
         state["dropped"] = state["dropped"] + dropped
-        state["successors"], state["kind"] = found.goals, found.kind
-        state["evidence"], state["count"] = found.evidence, found.count
+        state["successors"], state["kind"], state["atom"] = found.goals, found.kind, found.atom
+        state["evidence"], state["ways"] = found.evidence, found.ways
         give_up = torch.ones_like(found.legal[:, :1])
         if not self.training:  # a question is pursued as long as anything is left to try
             give_up = ~found.legal.any(1, keepdim=True)
         state["action_mask"] = torch.cat([found.legal, give_up], 1)
         return state
 
-    def _successors(self, goals: Tensor, query_key: Tensor, history: Tensor) -> Successors:
-        found = expand(self.engine, goals, query_key)
+    def _successors(self, goals: Tensor, query: Tensor, history: Tensor) -> Successors:
+        """Successors of states, without those on the way here; legal ones first."""
+        found = expand(self.engine, goals, query)
         hashes = state_hash(found.goals)
-        seen = (hashes[:, :, None] == history[:, None, :]).any(-1)
-        seen = seen | (hashes == state_hash(goals)[:, None])
-        legal = found.legal & ~seen
-        order = (~legal).to(torch.int8).argsort(dim=1, stable=True)
-        return Successors(
-            goals=found.goals.gather(1, order[..., None, None].expand_as(found.goals)),
-            kind=found.kind.gather(1, order),
-            evidence=found.evidence.gather(1, order),
-            count=found.count.gather(1, order),
-            legal=legal.gather(1, order),
-            dropped=found.dropped,
-        )
+        seen = hashes == state_hash(goals)[:, None]
+        seen = seen | (hashes[:, :, None] == history[:, None, :]).any(-1)
+        return compact(found._replace(legal=found.legal & ~seen))
 
     # --- queries ------------------------------------------------------------------------------
 
@@ -288,7 +286,9 @@ class ProofWorld:
         negative = (turn > 0) & valid
         return torch.where(negative[:, None], corrupted, positive), ~negative
 
-    def _corrupt(self, triple: Tensor, side: Tensor, draw, episode: Tensor) -> tuple[Tensor, Tensor]:
+    def _corrupt(
+        self, triple: Tensor, side: Tensor, draw, episode: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Corruptions of triples [B, 3] at `side` [B]; and whether one was found.
 
         Mostly another atom that the rules derive and that is no known fact, where there is one:
@@ -324,8 +324,8 @@ class ProofWorld:
 
         `query` int64 [B, 3]; `is_fact` bool [B], whether the query is a training fact (its own
         share in counts is then taken off); `prior` float [B] log-odds of the query by the
-        symbolic baseline at the root, else certainty; `root` bool [B]; `kind` int16 [B, S];
-        `evidence`, `count` float [B, S]; `left` int8 [B, S] goals that a successor leaves;
+        symbolic baseline at the root, else certainty; `root` bool [B]; `kind` int64 [B, S];
+        `evidence`, `ways` float [B, S]; `left` int64 [B, S] goals that a successor leaves;
         `action_mask` bool [B, S + 1]; `active` bool [B].
         """
         key = self.graph.key(state["query"])
@@ -337,8 +337,8 @@ class ProofWorld:
                 "root": state["depth"] == 0,
                 "kind": state["kind"],
                 "evidence": state["evidence"],
-                "count": state["count"],
-                "left": (state["successors"][..., 0] >= 0).sum(-1).to(torch.int8),
+                "ways": state["ways"],
+                "left": (state["successors"] >= 0).sum(-1),
                 "action_mask": state["action_mask"],
                 "active": ~state["idle"] & ~state["truncated"],
             },
@@ -366,14 +366,18 @@ def log_odds_of(closure: Closure, keys: Tensor) -> Tensor:
 
 def _replaced(triple: Tensor, tail: Tensor, entity: Tensor) -> Tensor:
     return torch.stack(
-        [triple[:, 0], torch.where(tail, triple[:, 1], entity), torch.where(tail, entity, triple[:, 2])],
+        [
+            triple[:, 0],
+            torch.where(tail, triple[:, 1], entity),
+            torch.where(tail, entity, triple[:, 2]),
+        ],
         -1,
     )
 
 
 def _where(condition: Tensor, one: TensorDict, other: TensorDict) -> TensorDict:
     fields = {}
-    for name in other.keys():
+    for name in other.keys():  # noqa: SIM118
         shape = (-1, *[1] * (other[name].ndim - 1))
         fields[name] = torch.where(condition.view(shape), one[name], other[name])
     return TensorDict(fields, batch_size=other.batch_size)

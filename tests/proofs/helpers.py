@@ -24,7 +24,9 @@ def shared_graph(name: str) -> Path:
 def rule(text: str, name: str = "r") -> Rule:
     """`p(X,Y), q(Y,Z) -> r(X,Z)`."""
     body, head = text.split("->")
-    atoms = [parse_atom(a.strip(" ,") + ")") for a in body.strip().strip(",").split(")") if a.strip(" ,")]
+    atoms = [
+        parse_atom(a.strip(" ,") + ")") for a in body.strip().strip(",").split(")") if a.strip(" ,")
+    ]
     return Rule(name, 1.0, tuple(Triple(*a) for a in atoms), parse_atom(head))
 
 
@@ -59,13 +61,13 @@ def consequences(facts: set, rules: tuple[Rule, ...], entities, rounds: int) -> 
 def search(engine: Engine, graph: Graph, query: torch.Tensor, depth: int, cap: int = 3000) -> bool:
     """Breadth-first search over all successors: is there a proof? Raises when cut off by `cap`."""
     goals = engine.start(query[None])
-    key = graph.key(query[None])
+    key = engine.pack(query[None])
     seen = {tuple(goals.flatten().tolist())}
     frontier = goals
     for _ in range(depth):
         found = expand(engine, frontier, key.expand(len(frontier)))
-        successors = found.goals[found.legal].long()
-        if bool((successors[:, :, 0] < 0).all(1).any()):
+        successors = found.goals[found.legal]
+        if bool((successors < 0).all(1).any()):
             return True
         fresh = []
         for state in successors:

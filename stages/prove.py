@@ -1,0 +1,66 @@
+"""prove: train the prover of the second world, and export its scorer."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pipeline.export.onnx import export_onnx
+from pipeline.files import atomic_path, write_card, write_json
+from pipeline.learning.train_prover import TrainConfig, build_prover, train_prover
+from pipeline.proofs import build_world, open_graph, save_prover
+from pipeline.proofs.saved import example_inputs
+from stages import paths
+from stages.common import stage
+from stages.log import StageLog
+
+PROVER = paths.ARTIFACTS / "prover"
+PROVER_ONNX = paths.ARTIFACTS / "prover.onnx"
+
+
+def main() -> None:
+    with stage("prove") as s:
+        params = s.params.proofs
+        graph = open_graph(params.data, s.params.seed)
+        world = build_world(graph, params.rounds)
+        folder = s.checkpoint_dir("pipeline/proofs", "pipeline/learning", extra=params.data)
+        log = StageLog(s, folder, every=1)
+        config = TrainConfig(
+            slots=params.slots,
+            imitation_steps=params.imitation_steps,
+            ppo_steps=params.ppo_steps,
+            learning_rate=params.learning_rate,
+            entropy=params.entropy,
+        )
+        prover = build_prover(world, hidden=params.hidden)
+        offset = {"imitation": 0, "ppo": config.imitation_steps}
+
+        def report(phase: str, step: int, total: int, numbers: dict[str, Tensor]) -> None:
+            log.record(offset[phase] + step, numbers)
+
+        numbers = train_prover(
+            world, prover, config, s.params.seed, report, folder / "checkpoint.pt"
+        )
+        save_prover(PROVER, prover, world, params.rounds)
+        inputs = example_inputs(world)
+        outputs = ("logits", "value", "score")
+        with atomic_path(PROVER_ONNX) as temporary:
+            export_onnx(prover.eval(), inputs, outputs, temporary)
+        write_card(
+            PROVER_ONNX,
+            kind="prover scorer",
+            schema={
+                "inputs": [
+                    {"name": n, "dtype": str(x.dtype)[6:], "shape": ["batch", *x.shape[1:]]}
+                    for n, x in inputs.items()
+                ],
+                "outputs": [{"name": n, "dtype": "float32", "shape": ["batch"]} for n in outputs],
+            },
+        )
+        log.write(paths.curve("prove"))
+        numbers = {k: v for k, v in numbers.items() if k != "training_seconds"}
+        write_json(paths.metrics("prove"), numbers)
+        s.run.metrics(numbers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""prove_evaluate: rank the held-out facts, beside the plain symbolic baseline, and show proofs."""
+
+from __future__ import annotations
+
+from pipeline.files import atomic_path, write_json
+from pipeline.learning.train_prover import Steps, rank
+from pipeline.proofs import load_prover, proof_svg
+from pipeline.proofs.knowledge import find
+from pipeline.proofs.ranking import evaluate_scores, pose, sampled_negatives
+from pipeline.proofs.trace import prove
+from pipeline.proofs.world import prior_log_odds
+from stages import paths
+from stages.common import stage
+from stages.prove import PROVER
+
+PROOFS = paths.ARTIFACTS / "proofs.txt"
+PICTURE = paths.ARTIFACTS / "proof.svg"
+SHOWN = 20
+
+
+def main() -> None:
+    with stage("prove_evaluate") as s:
+        prover, world = load_prover(PROVER)
+        graph = world.graph
+        questions = pose(graph, world.closure, "test")
+        negatives = sampled_negatives(graph, questions, 100, s.params.seed)
+        ranked = rank(
+            world, Steps(world, prover, compile=False), questions, negatives, s.params.proofs.slots
+        )
+        baseline = evaluate_scores(
+            graph,
+            questions,
+            ranked.keys,
+            prior_log_odds(world.closure, ranked.keys).double(),
+            negatives,
+            lambda name: f"symbolic_{name}",
+        )
+        place, found = find(world.closure.keys, questions.answers)
+        derived = found & (world.closure.round[place] > 0)
+        numbers = ranked.metrics | baseline
+        numbers["closure_fraction"] = float(derived.double().mean())
+        numbers["closure_dropped"] = world.closure.dropped
+        numbers["search_dropped"] = ranked.proven.dropped
+        proofs = [prove(triple, prover, world) for triple in graph.splits["test"][:SHOWN]]
+        lines = [line for proof in proofs if proof for line in (*proof.lines(), "")]
+        with atomic_path(PROOFS) as temporary:
+            temporary.write_text("\n".join(lines) + "\n", encoding="utf-8", newline="\n")
+        best = max((p for p in proofs if p), key=lambda p: len(p.facts()), default=None)
+        with atomic_path(PICTURE) as temporary:
+            empty = '<svg xmlns="http://www.w3.org/2000/svg"/>\n'
+            temporary.write_text(proof_svg(best) if best else empty, encoding="utf-8")
+        write_json(paths.metrics("prove_evaluate"), numbers)
+        s.run.metrics(numbers)
+        s.run.artifact(PICTURE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Untrained it is the symbolic baseline; training only improves it; proofs hold."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.files import HamletError
+from pipeline.learning.train_prover import (
+    Steps,
+    TrainConfig,
+    build_prover,
+    prove_all,
+    rank,
+    train_prover,
+)
+from pipeline.proofs import ask, build_world, load_prover, proof_svg, save_prover
+from pipeline.proofs.kinship import found_families, kinship_graph, relations
+from pipeline.proofs.ranking import evaluate_scores, pose, sampled_negatives
+from pipeline.proofs.trace import prove
+from pipeline.proofs.world import prior_log_odds
+from tests.proofs.helpers import consequences, graph_of
+
+TINY = TrainConfig(
+    slots=64, ticks=8, imitation_steps=12, ppo_steps=3, minibatches=2, learning_rate=3e-3
+)
+
+
+@pytest.fixture(scope="module")
+def world():
+    return build_world(kinship_graph(3, 3), rounds=4)
+
+
+@pytest.fixture(scope="module")
+def questions(world):
+    asked = pose(world.graph, world.closure, "test")
+    return asked, sampled_negatives(world.graph, asked, 100, 0)
+
+
+def symbolic(world, questions):
+    keys = world.closure.keys[world.closure.round > 0]
+    scores = prior_log_odds(world.closure, keys).double()
+    return evaluate_scores(world.graph, questions[0], keys, scores, questions[1])
+
+
+def test_untrained_it_ranks_exactly_as_the_symbolic_baseline(world, questions):
+    prover = build_prover(world)
+    found = rank(world, Steps(world, prover, False), *questions, 64)
+    for name, value in symbolic(world, questions).items():
+        assert found.metrics[name] == pytest.approx(value, abs=1e-9)
+    assert bool(found.proven.proven.all())
+
+
+def test_training_does_not_fall_below_the_baseline_on_the_validation_split(world):
+    prover = build_prover(world)
+    result = train_prover(world, prover, TINY, seed=0)
+    asked = pose(world.graph, world.closure, "valid")
+    questions = asked, sampled_negatives(world.graph, asked, 100, 1)
+    found = rank(world, Steps(world, prover, False), *questions, 64).metrics
+    assert found["mrr_all"] >= symbolic(world, questions)["mrr_all"] - 1e-6
+    assert result["training_seconds"] > 0
+
+
+def test_training_is_repeatable(world):
+    weights = []
+    for _ in range(2):
+        prover = build_prover(world)
+        prover.load_state_dict(
+            {k: torch.full_like(v, 0.05) for k, v in prover.state_dict().items()}
+            | {"signature": prover.signature}
+        )
+        train_prover(world, prover, TINY, seed=3)
+        weights.append(prover.state_dict())
+    assert all(torch.equal(weights[0][k], weights[1][k]) for k in weights[0])
+
+
+def test_rl_only_sees_no_symbolic_evidence(world):
+    prover = build_prover(world, use_prior=False)
+    world.train()
+    seen = world.observe(world.reset(0, 16))
+    other = seen.clone()
+    other["evidence"], other["prior"] = other["evidence"] - 3.0, other["prior"] + 2.0
+    other["ways"] = other["ways"] * 2
+    for parameter in prover.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    one, two = prover.see(seen), prover.see(other)
+    assert all(torch.equal(a, b) for a, b in zip(one, two))
+
+
+def test_the_policy_is_a_distribution_over_legal_actions(world):
+    prover = build_prover(world)
+    world.train()
+    state = world.reset(0, 64)
+    seen = world.observe(state)
+    with torch.no_grad():
+        logits = prover.see(seen).logits.masked_fill(~seen["action_mask"], -torch.inf)
+    total = logits.logsumexp(-1)
+    some = seen["action_mask"][:, :-1].any(-1)
+    assert torch.allclose(total[some], torch.zeros_like(total[some]), atol=1e-4)
+
+
+def test_proofs_rest_on_training_facts_and_apply_real_rules(world):
+    prover, graph = build_prover(world), world.graph
+    facts = {graph.text(t) for t in graph.splits["train"]}
+    rules = {f"{r.name}: {r}": r for r in graph.rules}
+
+    def check(proof):
+        if not proof.rule:
+            assert str(proof.atom) in facts
+            return
+        rule = rules[proof.rule]
+        at: dict[str, str] = {}
+        for pattern, atom in zip(
+            (rule.head, *rule.body), (proof.atom, *(c.atom for c in _by(rule, proof)))
+        ):
+            assert pattern.predicate == atom.predicate
+            for variable, entity in zip(pattern[1:], atom[1:]):
+                assert at.setdefault(variable, entity) == entity
+        for child in proof.children:
+            check(child)
+
+    proven = 0
+    for triple in graph.splits["test"]:
+        proof = prove(triple, prover, world)
+        if proof is not None:
+            check(proof)
+            assert str(proof.atom) == graph.text(triple)
+            proven += 1
+    assert proven > 0.9 * len(graph.splits["test"])
+
+
+def _by(rule, proof):
+    """The children in the order of the rule's body (the engine may reorder it)."""
+    rest = list(proof.children)
+    ordered = []
+    at = dict(zip(rule.head[1:], proof.atom[1:]))
+    for pattern in rule.body:
+        fitting = [
+            c
+            for c in rest
+            if c.atom.predicate == pattern.predicate
+            and all(at.get(v, e) == e for v, e in zip(pattern[1:], c.atom[1:]))
+        ]
+        ordered.append(fitting[0])
+        rest.remove(fitting[0])
+        at |= dict(zip(pattern[1:], fitting[0].atom[1:]))
+    return ordered
+
+
+def test_ask_answers_with_proofs_and_says_what_is_wrong(world):
+    prover = build_prover(world)
+    answers = ask("grandparent(a, X)", prover, world, limit=6)
+    assert answers
+    assert all(a.atom.predicate == "grandparent" and a.atom.head == "a" for a in answers)
+    assert all(0.0 <= a.probability <= 1.0 for a in answers)
+    derived = ask("aunt(X, Y)", prover, world, limit=200)
+    derived = [a for a in derived if a.proof.rule]
+    assert derived
+    assert "by k" in str(derived[0])
+    assert "[fact]" in str(derived[0])
+    picture = proof_svg(derived[0].proof)
+    assert picture.startswith("<svg")
+    assert derived[0].proof.facts()[0].predicate in picture
+    with pytest.raises(HamletError, match="did you mean grandparent"):
+        ask("granparent(a, X)", prover, world)
+    with pytest.raises(HamletError, match="entity qqq is unknown"):
+        ask("parent(qqq, X)", prover, world)
+    with pytest.raises(HamletError, match="is not a fact"):
+        ask("parent(a", prover, world)
+
+
+def test_saved_and_loaded_it_scores_the_same(world, tmp_path):
+    torch.manual_seed(0)
+    prover = build_prover(world)
+    for parameter in prover.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    save_prover(tmp_path / "prover", prover, world, rounds=4)
+    loaded, again = load_prover(tmp_path / "prover")
+    queries = world.graph.splits["test"]
+    one = prove_all(world, Steps(world, prover, False), queries, 16)
+    two = prove_all(again, Steps(again, loaded, False), queries, 16)
+    assert torch.equal(one.score, two.score)
+    (tmp_path / "prover" / "weights.pt").write_bytes(b"broken")
+    with pytest.raises(HamletError, match="does not match its card"):
+        load_prover(tmp_path / "prover")
+
+
+def test_kinship_truth_is_closed_under_its_true_rules():
+    graph = kinship_graph(2, 3, seed=4)
+    truth = set(relations(found_families(2, 3, 4)))
+    true_rules = tuple(r for r in graph.rules if r.weight == 1.0)
+    assert len(true_rules) > 15
+    people = sorted({e for t in truth for e in t[1:]})
+    derived = {t for t in consequences(truth, true_rules, people, 1) if t.head != t.tail}
+    assert derived == truth
+    assert {graph.text(t) for s in graph.splits.values() for t in s} == {str(t) for t in truth}
+
+
+def test_ranks_are_filtered_and_ties_count_half():
+    graph = graph_of(
+        ["p(a,b)", "p(a,c)", "p(a,d)", "q(a,d)"], ["p(X,Y) -> q(X,Y)"], test=["q(a,b)"]
+    )
+    world = build_world(graph, rounds=2)
+    asked = pose(graph, world.closure, "test")
+    negatives = sampled_negatives(graph, asked, 100, 0)
+    metrics = symbolic(world, (asked, negatives))
+    # Tail: q(a,d) is known, q(a,c) ties: rank 1.5. Head: nothing else is proven: rank 1.
+    assert metrics["mrr_all"] == pytest.approx((1 / 1.5 + 1.0) / 2)
+    assert metrics["hits1_all"] == pytest.approx(0.5)
+    assert metrics["mrr_100"] == metrics["mrr_all"]
+
+
+@pytest.mark.slow
+def test_compiled_steps_equal_eager_ones_in_one_graph():
+    world = build_world(kinship_graph(2, 3), rounds=3)
+    torch.manual_seed(0)
+    prover = build_prover(world)
+    eager, compiled = Steps(world, prover, False), Steps(world, prover, True)
+    world.train()
+    one = two = world.reset(0, 16)
+    for _ in range(6):
+        one, a = eager.rollout(one, False)
+        two, b = compiled.rollout(two, False)
+        assert torch.equal(a["action"], b["action"])
+        np.testing.assert_allclose(a["log_prob"], b["log_prob"], atol=1e-4)
+        assert torch.equal(one["goals"], two["goals"])

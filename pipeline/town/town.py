@@ -277,6 +277,14 @@ class Town:
         }
         return self._pack_state(self._with_cues(merged))
 
+    def renew(self, state: TensorDict, which: Tensor) -> TensorDict:
+        """The state with the next life begun in the worlds of the mask `which`, bool [B]."""
+        fields = self._unpack_state(state)
+        fresh = self._with_cues(self._fresh(fields["seed"], fields["world"], fields["episode"] + 1))
+        return self._pack_state(
+            {name: torch.where(which, fresh[name], value) for name, value in fields.items()}
+        )
+
     def step_reference(self, state: TensorDict, actions: Tensor) -> TensorDict:
         """One tick as the reference environment takes it: nobody is gated by death or age."""
         fields = self._unpack_state(state)

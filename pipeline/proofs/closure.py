@@ -17,6 +17,7 @@ from pipeline.proofs.data import Graph, atom_key
 from pipeline.proofs.knowledge import Index, Rules, build_index, encode_rules, find
 
 CHUNK = 2_000_000  # rows of one intermediate join
+ROWS_PER_ATOM = 10
 MAX_EVIDENCE = 13.8  # -log(1 - p): p stays below 1 - 1e-6
 
 
@@ -62,13 +63,14 @@ class _Known:
     round: Tensor
 
 
-def close(graph: Graph, rounds: int = 8, budget: int = 20_000_000) -> Closure:
+def close(graph: Graph, rounds: int = 8, budget: int = 1_500_000) -> Closure:
     """Forward-chain the rules of a graph over its training facts.
 
     Args:
         rounds: at most so many; it stops earlier when nothing new is derived.
-        budget: largest number of derived atoms, and of join rows of one rule in one round; what
-            is beyond is dropped and counted.
+        budget: largest number of derived atoms; the most certain ones of a round stay. The joins
+            of one rule in one round make at most ROWS_PER_ATOM times as many rows. What is beyond
+            is dropped and counted.
     """
     rules = encode_rules(graph)
     facts = graph.splits["train"]
@@ -84,7 +86,9 @@ def close(graph: Graph, rounds: int = 8, budget: int = 20_000_000) -> Closure:
     for number in range(1, rounds + 1):
         parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         for rule in range(rules.count):
-            rows, lost = _apply(rules, rule, known, entities, number, scored_keys, budget)
+            rows, lost = _apply(
+                rules, rule, known, entities, number, scored_keys, budget * ROWS_PER_ATOM
+            )
             dropped += lost
             keys, log_p = rows
             keys, inverse, count = keys.unique(return_inverse=True, return_counts=True)
@@ -96,20 +100,23 @@ def close(graph: Graph, rounds: int = 8, budget: int = 20_000_000) -> Closure:
             parts.append((keys, torch.full_like(keys, rule), total, count.float()))
         if sum(len(p[0]) for p in parts) == 0:
             break
-        keys, rule_ids, strength, count = (torch.cat(p) for p in zip(*parts))
+        keys, rule_ids, strength, ways = (torch.cat(p) for p in zip(*parts))
         atoms, inverse = keys.unique(return_inverse=True)
         evidence = torch.zeros(len(atoms)).index_add_(0, inverse, strength).clamp(max=MAX_EVIDENCE)
-        scored.append(
-            {"atom": atoms, "evidence": evidence, "round": torch.full_like(atoms, number)}
-            | {"key": keys, "rule": rule_ids, "strength": strength, "count": count}
-        )
-        scored_keys = torch.cat([scored_keys, atoms]).sort().values
         new = ~find(fact_keys, atoms)[1]
         room = budget - (len(known.index.keys) - len(fact_keys))
-        if int(new.sum()) > room:
-            keep = evidence.masked_fill(~new, -1.0).argsort(descending=True)[: max(room, 0)]
-            dropped += int(new.sum()) - len(keep)
-            new = torch.zeros_like(new).index_fill_(0, keep, True) & new
+        if int(new.sum()) > room:  # the most certain ones stay
+            order = evidence.masked_fill(~new, -1.0).argsort(descending=True, stable=True)
+            stays = (~new).index_fill(0, order[: max(room, 0)], True)
+            dropped += int((~stays).sum())
+            rows = stays[inverse]
+            keys, rule_ids, strength, ways = (x[rows] for x in (keys, rule_ids, strength, ways))
+            atoms, evidence, new = atoms[stays], evidence[stays], new[stays]
+        scored.append(
+            {"atom": atoms, "evidence": evidence, "round": torch.full_like(atoms, number)}
+            | {"key": keys, "rule": rule_ids, "strength": strength, "count": ways}
+        )
+        scored_keys = torch.cat([scored_keys, atoms]).sort().values
         if not new.any():
             break
         log_p = torch.log(-torch.expm1(-evidence[new]))

@@ -189,3 +189,12 @@ def test_a_head_with_one_variable_unifies_both_arguments():
     engine = build_engine(graph, close(graph), MODES["resolution"])
     assert search(engine, graph, _ids(graph, "p(a,a)"), depth=5)
     assert not search(engine, graph, _ids(graph, "p(a,b)"), depth=5)
+
+
+def test_closure_beyond_the_budget_is_dropped_and_counted():
+    facts = [f"p(x{i},x{i + 1})" for i in range(12)]
+    graph = graph_of(facts, ["p(X,Z), p(Z,Y) -> q(X,Y)"])
+    assert close(graph).dropped == 0
+    small = close(graph, budget=4)
+    assert int((small.round > 0).sum()) == 4
+    assert small.dropped == 7

@@ -38,7 +38,7 @@ def onnx_player(agent: OnnxAgent, town: Town) -> Player:
             for name in agent.inputs
             if not name.startswith("state_")
         }
-        state = state or agent.start(len(fields["action_mask"]))
+        state = state or agent.start(len(fields["action_mask"]), EVALUATION_SEED)
         decision = agent.act(fields, state)
         state = decision.state
         return torch.from_numpy(decision.action).unflatten(0, (-1, town.num_agents))

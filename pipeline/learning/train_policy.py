@@ -63,6 +63,7 @@ def first_state(slots: int, recurrent_dim: int, others: int, social_dim: int) ->
         goal=zeros,
         goal_age=zeros + 10_000,  # ended: a goal is chosen at once
         clock=torch.arange(slots),
+        rng=zeros,
     )
 
 
@@ -75,6 +76,7 @@ def forget(state: AgentState, over: Tensor) -> AgentState:
         goal=state.goal,
         goal_age=torch.where(over, 10_000, state.goal_age),
         clock=state.clock,
+        rng=state.rng,
     )
 
 

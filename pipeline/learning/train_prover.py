@@ -243,6 +243,7 @@ def train_prover(
     seed: int,
     report: Report | None = None,
     checkpoint: Path | None = None,
+    save_every: float = 20.0,
 ) -> dict[str, float]:
     """Train a prover in place; returns what was measured and chosen.
 
@@ -252,17 +253,18 @@ def train_prover(
     Args:
         report: told (phase, step, steps, numbers) after every step.
         checkpoint: file from which an interrupted training resumes, exactly.
+        save_every: seconds between saves; an interrupt loses at most this much.
     """
     began = time.perf_counter()
     steps = Steps(world, prover, config.compile)
     candidates = {}
     if config.imitation_steps and prover.use_prior:
         file = checkpoint and checkpoint.with_suffix(".imitation.pt")
-        _train(world, prover, steps, config, seed, "imitation", report, file)
+        _train(world, prover, steps, config, seed, "imitation", report, file, save_every)
         candidates["imitation"] = _copy(prover)
     if config.ppo_steps:
         file = checkpoint and checkpoint.with_suffix(".ppo.pt")
-        _train(world, prover, steps, config, seed + 1, "ppo", report, file)
+        _train(world, prover, steps, config, seed + 1, "ppo", report, file, save_every)
         candidates["ppo"] = _copy(prover)
     result = {"training_seconds": time.perf_counter() - began}
     if prover.use_prior and len(world.graph.splits["valid"]):
@@ -279,6 +281,7 @@ def _train(
     phase: str,
     report: Report | None,
     file: Path | None,
+    save_every: float,
 ) -> None:
     """One phase: fill the buffer with the expert's or the policy's experience, update, repeat."""
     imitating = phase == "imitation"
@@ -297,7 +300,8 @@ def _train(
     start = 0
     saver = None
     if file is not None:
-        saver = Checkpoint(file, {"prover": prover, "update": update, "generator": generator})
+        parts = {"prover": prover, "update": update, "generator": generator}
+        saver = Checkpoint(file, parts, save_every)
         start, kept = saver.load()
         if kept:
             state = TensorDict(kept, batch_size=[config.slots])

@@ -95,13 +95,16 @@ def world_model_loss(model: WorldModel, window: TensorDict) -> tuple[Tensor, dic
             if name == "log_std":
                 error = error[..., : model.places]
             error = (error / scale[name]).square()
+            if name == "mean":  # what the latent holds is mostly noise of the moment
+                places, latent = error.split([model.places, model.latent], -1)
+                return places.mean(-1) + 0.1 * latent.mean(-1)
             return error if name in ("reward", "value") else error.mean(-1)
 
         bce = F.binary_cross_entropy_with_logits
         parts = {
             "mean": weighted_mean(squared("mean"), survived),
             "log_std": weighted_mean(squared("log_std"), survived),
-            "known_state": weighted_mean(squared("known_state"), survived) * 2,
+            "known_state": weighted_mean(squared("known_state"), survived) * 4,
             "reward": weighted_mean(squared("reward"), weight),
             "continue": weighted_mean(
                 bce(p.continue_logit, truth.continue_logit, reduction="none"), weight

@@ -23,6 +23,7 @@ from pipeline.modules.contracts import (
 )
 
 IMAGINED_DISCOUNT = 0.97
+MULTIPLIER, MODULUS = 48271, 2**31 - 1
 
 
 class AgentState(NamedTuple):
@@ -38,6 +39,8 @@ class AgentState(NamedTuple):
     """int64 [.] ticks the goal has been pursued."""
     clock: Tensor
     """int64 [.] ticks lived; D1 deliberates when it is a multiple of `meta_period`."""
+    rng: Tensor
+    """int64 [.] in [0, 2^31 - 2): the agent's own random numbers; any start is a fair one."""
 
 
 class Thoughts(NamedTuple):
@@ -277,11 +280,28 @@ class Mind(nn.Module):
             "goal_log_prob": log_prob_of(logits, goal),
             "action_log_prob": log_prob_of(action_logits, action),
         }
-        state = AgentState(belief.recurrent_state, social_state, goal, goal_age, state.clock + 1)
+        state = AgentState(
+            belief.recurrent_state, social_state, goal, goal_age, state.clock + 1, state.rng
+        )
         return action, state, record
 
+    def draw(self, rng: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Gumbel noise float32 [., count] and the next state of the generator int64 [.].
+
+        Lehmer's generator in the minimal standard form (Park and Miller 1988): integer products and
+        remainders are exact in every runtime.
+        """
+        multipliers = [pow(MULTIPLIER, k, MODULUS) for k in range(1, count + 1)]
+        numbers = ((rng + 1).unsqueeze(-1) * rng.new_tensor(multipliers)) % MODULUS
+        uniform = (numbers.to(torch.float32) / MODULUS).clamp(1e-6, 1 - 1e-6)
+        return -(-uniform.log()).log(), numbers[..., -1] % (MODULUS - 1)
+
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """One deterministic tick: observation fields then state fields, both flat.
+        """One tick: observation fields then state fields, both flat.
+
+        Goals are the likeliest; actions are drawn from the controller's odds with the state's own
+        random numbers, so equal inputs give equal outputs. (A controller that always took its
+        likeliest action could pace up and down for ever where it knows no better.)
 
         Returns:
             action int64 [.], the five fields of the new `AgentState`, the fields of `Thoughts`.
@@ -303,6 +323,7 @@ class Mind(nn.Module):
         goal_age = torch.where(decide, 0, state.goal_age) + 1
 
         action_logits = masked_logits(self.policy.action_logits(f, goal), obs.action_mask)
+        noise, rng = self.draw(state.rng, action_logits.shape[1])
         thoughts = Thoughts(
             belief.mean,
             belief.log_std,
@@ -320,11 +341,12 @@ class Mind(nn.Module):
             action_logits,
         )
         return (
-            action_logits.argmax(-1),
+            (action_logits + noise).argmax(-1),
             belief.recurrent_state,
             social_state,
             goal,
             goal_age,
             state.clock + 1,
+            rng,
             *thoughts,
         )

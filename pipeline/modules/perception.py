@@ -16,6 +16,7 @@ from pipeline.modules.contracts import METERS, BeliefDistribution, RawObservatio
 
 LOG_STD_MIN = -5.0
 LOG_STD_MAX = 2.0
+PLACE_STD_MIN = 0.02  # map sizes; a sixth of a cell on an 8x8 map: a place that is known
 LOCATION_SCALE = 30.0  # certainty needs log-odds of about 10: far for steps of a few thousandths
 
 
@@ -173,15 +174,18 @@ class Perception(nn.Module):
         table = self.location_table.weight * LOCATION_SCALE
         odds = (table - table.amax(0)).clamp_min(-60).exp()
         weights = F.embedding(memory.long(), odds)
-        x, y = self.cell_x.to(odds.dtype), self.cell_y.to(odds.dtype)
+        # Around the middle of the map and in its size: small numbers keep the variance exact.
+        x = (self.cell_x - (self.shape.width - 1) / 2) / self.shape.width
+        y = (self.cell_y - (self.shape.height - 1) / 2) / self.shape.height
         powers = torch.stack([torch.ones_like(x), x, y, x.square(), y.square()], -1)
         sums = torch.matmul(weights.transpose(1, 2), powers)
         mean, square = (sums[..., 1:] / sums[..., :1]).chunk(2, -1)
-        std = (square - mean.square()).clamp_min(0).sqrt()
+        variance = (square - mean.square()).clamp_min(0)
+        column, row = self.position(self_state)
         size = mean.new_tensor([self.shape.width, self.shape.height])
-        position = torch.stack(self.position(self_state), -1).to(mean.dtype).unsqueeze(1)
-        offset = (mean - position) / size
-        return offset.flatten(1), (std / size + 0.01).log().flatten(1)
+        here = (torch.stack([column, row], -1) - (size - 1) / 2) / size
+        log_std = 0.5 * (variance + PLACE_STD_MIN**2).log()
+        return (mean - here.unsqueeze(1)).flatten(1), log_std.flatten(1)
 
 
 class PerceptionHeads(nn.Module):
@@ -205,6 +209,8 @@ class PerceptionHeads(nn.Module):
         self.background = decoder(known + 2, 25 * 2)  # empty ground or outside the map
         self.sharpness = nn.Parameter(torch.tensor(8.0))
         self.step = decoder(known + shape.num_actions, 2)
+        for parameter in self.step[-1].parameters():
+            nn.init.zeros_(parameter)  # begin with: nothing moves
         self.occupancy = decoder(known, 25)
         self.others_meters = decoder(known, shape.num_others * METERS)
         column = torch.arange(25) % 5 - 2
@@ -228,7 +234,7 @@ class PerceptionHeads(nn.Module):
         logits [., 25], next view logits [., 25, V], other agents' meters [., M, 8]."""
         both = torch.cat([belief, known], -1)
         chosen = F.one_hot(action, self.shape.num_actions).float()
-        step = self.step(torch.cat([both, chosen], -1))
+        step = 4 * self.step(torch.cat([both, chosen], -1))
         return (
             self.draw(belief, known, torch.zeros_like(step)),
             self.occupancy(both),

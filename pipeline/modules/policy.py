@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 from pipeline.modules.contracts import METERS, Features, TownShape
 
+LOGIT_CAP = 15.0
+
 
 class Policy(nn.Module):
     """Meta-controller and controller.
@@ -61,7 +63,7 @@ class Policy(nn.Module):
     def prior_logits(self, f: Features) -> Tensor:
         """float32 [., G] D1's first thought, before imagination."""
         distance = self._cells(f).abs().sum(-1) / (self.shape.width + self.shape.height)
-        return self.goal_prior(torch.cat([self._base(f), distance], -1))
+        return soft_cap(self.goal_prior(torch.cat([self._base(f), distance], -1)))
 
     def goal_logits(
         self, prior: Tensor, candidates: Tensor, returns: Tensor, confidence: Tensor
@@ -86,7 +88,7 @@ class Policy(nn.Module):
         spread = torch.einsum("...f,...fd->...d", place, f.log_std.unflatten(-1, (-1, 2)))
         there = place.sum(-1) * (-4 * offset.square().sum(-1)).exp()
         target = torch.cat([offset.clamp(-4, 4) / 4, spread, there.unsqueeze(-1)], -1)
-        return self.controller(torch.cat([self._base(f), chosen, target], -1))
+        return soft_cap(self.controller(torch.cat([self._base(f), chosen, target], -1)))
 
     def goal_ended(self, known_state: Tensor, goal: Tensor, age: Tensor) -> Tensor:
         """bool [.]: the goal's target is reached, it is too old, or there is an emergency.
@@ -102,6 +104,11 @@ class Policy(nn.Module):
         served = torch.stack([asked[..., 0], asked[..., 6]], -1)
         emergency = (low & ~served).any(-1) & (age >= 2)
         return reached | emergency | (age >= self.meta_period)
+
+
+def soft_cap(logits: Tensor) -> Tensor:
+    """Logits kept within +-LOGIT_CAP: odds of e^30 say enough, and small numbers stay exact."""
+    return LOGIT_CAP * (logits / LOGIT_CAP).tanh()
 
 
 def mlp(inputs: int, width: int, outputs: int) -> nn.Sequential:

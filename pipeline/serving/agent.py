@@ -51,13 +51,15 @@ class OnnxAgent:
                 "run `dvc repro agent`",
             )
 
-    def start(self, batch: int) -> Arrays:
-        """Blank state of `batch` agents."""
-        return {
+    def start(self, batch: int, seed: int = 0) -> Arrays:
+        """Blank state of `batch` agents, each with random numbers of its own."""
+        state = {
             name: np.zeros((batch, *entry["shape"][1:]), entry["dtype"])
             for name, entry in self.inputs.items()
             if name.startswith(STATE)
         }
+        state["state_rng"] = np.random.default_rng(seed).integers(2**31 - 2, size=batch)
+        return state
 
     def check(self, observation: Mapping[str, Any]) -> Arrays:
         """The observation as arrays [B, ...] of the right dtype.

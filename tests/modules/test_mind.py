@@ -42,22 +42,25 @@ def moment(town, shape, mind):
         torch.randint(shape.num_goals, (slots,), generator=rng),
         torch.randint(6, (slots,), generator=rng),
         torch.arange(slots),
+        torch.randint(2**31 - 2, (slots,), generator=rng),
     )
     return observation_from(town.observe(world), 2), state
 
 
-def test_without_noise_explore_is_forward(mind, moment, shape):
+def test_with_the_same_noise_explore_is_forward(mind, moment, shape):
     obs, state = moment
     slots = len(state.goal)
     slice_ = torch.arange(0, slots, PERIOD)
-    quiet = [torch.zeros(slots, n) for n in (shape.num_goals, shape.num_actions)]
-    action, after, record = mind.explore(obs, state, slice_, *quiet)
+    noise, _ = mind.draw(state.rng, shape.num_actions)
+    action, after, record = mind.explore(
+        obs, state, slice_, torch.zeros(slots, shape.num_goals), noise
+    )
     expected, *rest = mind(*obs, *state)
     torch.testing.assert_close(action, expected)
-    for name, ours, theirs in zip(AgentState._fields, after, rest[:5], strict=True):
+    for name, ours, theirs in zip(AgentState._fields[:5], after, rest, strict=False):
         torch.testing.assert_close(ours, theirs, msg=name)
     assert record["deliberate"].nonzero().flatten().tolist() == slice_.tolist()
-    thoughts = Thoughts(*rest[5:])
+    thoughts = Thoughts(*rest[6:])
     decided = record["decide"]
     torch.testing.assert_close(
         record["goal_log_prob"][decided],
@@ -90,6 +93,18 @@ def test_what_is_recorded_is_enough_to_see_the_decision_again(mind, moment, shap
     action_logits = masked_logits(mind.policy.action_logits(f, r["goal"]), r["mask"])
     torch.testing.assert_close(log_prob_of(action_logits, r["action"]), r["action_log_prob"])
     assert r["mask"].gather(1, r["action"].unsqueeze(1)).all()
+
+
+def test_the_agents_own_noise_draws_actions_by_their_odds(mind):
+    """Frequencies over one long life match the softmax of the logits within 4 deviations."""
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    rng, counts, ticks = torch.arange(512), torch.zeros(4), 200
+    for _ in range(ticks):
+        noise, rng = mind.draw(rng, 4)
+        counts += torch.bincount((logits + noise).argmax(-1), minlength=4)
+    total, p = 512 * ticks, logits.softmax(-1)
+    assert ((counts - total * p).abs() < 4 * (total * p * (1 - p)).sqrt()).all()
+    assert rng.unique().numel() == 512
 
 
 def test_an_illegal_action_is_never_taken_or_imagined_first(mind, moment):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.modules.contracts import RawObservation, observation_from
-from pipeline.modules.perception import Perception, PerceptionHeads
+from pipeline.modules.perception import PLACE_STD_MIN, Perception, PerceptionHeads
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_a_table_that_knows_gives_the_place_exactly(shape):
     offset = torch.stack([cell % shape.width - 2, cell // shape.width - 5], -1)
     size = torch.tensor([shape.width, shape.height])
     torch.testing.assert_close(mean[0, :places].view(-1, 2), offset / size, atol=1e-5, rtol=0)
-    floor = torch.full((places,), 0.01)
+    floor = torch.full((places,), PLACE_STD_MIN)
     torch.testing.assert_close(log_std[0, :places].exp(), floor, atol=2e-3, rtol=0)
 
     nothing = torch.zeros(1, shape.num_cells)  # never seen: anywhere, so the deviation is a map's

@@ -22,7 +22,8 @@ def main() -> None:
         params = s.params.proofs
         graph = open_graph(params.data, s.params.seed)
         world = build_world(graph, params.rounds)
-        folder = s.checkpoint_dir("pipeline/proofs", "pipeline/learning", extra=params.data)
+        extra = [params.model_dump(mode="json"), graph.name]
+        folder = s.checkpoint_dir("pipeline/proofs", "pipeline/learning", extra=extra)
         log = StageLog(s, folder, every=1)
         config = TrainConfig(
             slots=params.slots,

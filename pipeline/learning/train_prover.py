@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -103,10 +103,11 @@ class Steps:
         if imitate:
             action = expert
         else:
-            u = counter_uniform(
-                *(state[k][:, None] for k in ("seed", "world", "episode", "depth")),
-                _SAMPLE + torch.arange(logits.shape[1]),
+            seed, slot, episode, depth = (
+                state[k][:, None] for k in ("seed", "world", "episode", "depth")
             )
+            streams = _SAMPLE + torch.arange(logits.shape[1])
+            u = counter_uniform(seed, slot, episode, depth, streams)
             noise = -(-(u.clamp(1e-9, 1 - 1e-7)).log()).log()
             action = (logits + noise).argmax(-1)
         after = self.world.step_and_reset_core(state, action)
@@ -300,7 +301,7 @@ def _train(
     start = 0
     saver = None
     if file is not None:
-        parts = {"prover": prover, "update": update, "generator": generator}
+        parts: dict[str, Any] = {"prover": prover, "update": update, "generator": generator}
         saver = Checkpoint(file, parts, save_every)
         start, kept = saver.load()
         if kept:

@@ -86,11 +86,10 @@ def close(graph: Graph, rounds: int = 8, budget: int = 1_500_000) -> Closure:
     for number in range(1, rounds + 1):
         parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         for rule in range(rules.count):
-            rows, lost = _apply(
+            (keys, log_p), lost = _apply(
                 rules, rule, known, entities, number, scored_keys, budget * ROWS_PER_ATOM
             )
             dropped += lost
-            keys, log_p = rows
             keys, inverse, count = keys.unique(return_inverse=True, return_counts=True)
             if number == 1:
                 hits = find(fact_keys, keys)[1].sum()
@@ -109,8 +108,8 @@ def close(graph: Graph, rounds: int = 8, budget: int = 1_500_000) -> Closure:
             order = evidence.masked_fill(~new, -1.0).argsort(descending=True, stable=True)
             stays = (~new).index_fill(0, order[: max(room, 0)], True)
             dropped += int((~stays).sum())
-            rows = stays[inverse]
-            keys, rule_ids, strength, ways = (x[rows] for x in (keys, rule_ids, strength, ways))
+            kept = stays[inverse]
+            keys, rule_ids, strength, ways = (x[kept] for x in (keys, rule_ids, strength, ways))
             atoms, evidence, new = atoms[stays], evidence[stays], new[stays]
         scored.append(
             {"atom": atoms, "evidence": evidence, "round": torch.full_like(atoms, number)}

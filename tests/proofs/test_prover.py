@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 import torch
 
+from pipeline.export.onnx import export_onnx
 from pipeline.files import HamletError
 from pipeline.learning.train_prover import (
     Steps,
@@ -18,6 +20,7 @@ from pipeline.learning.train_prover import (
 from pipeline.proofs import ask, build_world, load_prover, proof_svg, save_prover
 from pipeline.proofs.kinship import found_families, kinship_graph, relations
 from pipeline.proofs.ranking import evaluate_scores, pose, sampled_negatives
+from pipeline.proofs.saved import example_inputs
 from pipeline.proofs.trace import prove
 from pipeline.proofs.world import prior_log_odds
 from tests.proofs.helpers import consequences, graph_of
@@ -184,6 +187,47 @@ def test_saved_and_loaded_it_scores_the_same(world, tmp_path):
     (tmp_path / "prover" / "weights.pt").write_bytes(b"broken")
     with pytest.raises(HamletError, match="does not match its card"):
         load_prover(tmp_path / "prover")
+
+
+def test_the_exported_scorer_equals_the_module(world, tmp_path):
+    torch.manual_seed(1)
+    prover = build_prover(world).eval()
+    for parameter in prover.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    names = ("logits", "value", "score")
+    export_onnx(prover, example_inputs(world), names, tmp_path / "prover.onnx")
+    session = ort.InferenceSession(tmp_path / "prover.onnx", providers=["CPUExecutionProvider"])
+    for batch in (1, 7, 64):
+        inputs = example_inputs(world, batch)
+        with torch.no_grad():
+            expected = prover(*inputs.values())
+        found = session.run(None, {k: v.numpy() for k, v in inputs.items()})
+        for one, other in zip(found, expected):
+            np.testing.assert_allclose(one, other.numpy(), atol=1e-4)
+
+
+def test_an_interrupted_training_resumes_exactly(world, tmp_path):
+    whole = build_prover(world)
+    start = {k: v.clone() for k, v in whole.state_dict().items()}
+    train_prover(world, whole, TINY, seed=2)
+
+    class Interrupt(Exception):
+        pass
+
+    def stop(phase, step, total, numbers):
+        if (phase, step) == ("imitation", 7):
+            raise Interrupt
+
+    other = build_prover(world)
+    other.load_state_dict(start)
+    file = tmp_path / "checkpoint.pt"
+    with pytest.raises(Interrupt):
+        train_prover(world, other, TINY, 2, stop, file, save_every=0.0)
+    resumed = build_prover(world)
+    seen = []
+    train_prover(world, resumed, TINY, 2, lambda *a: seen.append(a[:2]), file, save_every=0.0)
+    assert seen[0] == ("imitation", 7)
+    assert all(torch.equal(v, resumed.state_dict()[k]) for k, v in whole.state_dict().items())
 
 
 def test_kinship_truth_is_closed_under_its_true_rules():

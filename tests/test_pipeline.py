@@ -34,8 +34,12 @@ def hashes(repo) -> dict[str, str]:
 
 def outputs(repo, stage: str) -> list[Path]:
     """The files a training stage leaves."""
-    pattern = "policy_*.pt2" if stage == "policy" else f"{stage}.pt*"
-    return [*sorted(repo.artifacts.glob(pattern)), repo.artifacts / "plots" / f"{stage}.csv"]
+    names = {
+        "perception": ["perception.pt"],
+        "policy": [f"policy_{part}.pt2" for part in ("prior", "ended", "weigh", "act")],
+    }.get(stage, [f"{stage}.pt2"])
+    curve = repo.artifacts / "plots" / f"{stage}.csv"
+    return [curve, *(repo.artifacts / f for name in names for f in (name, f"{name}.json"))]
 
 
 def sentence(done: subprocess.CompletedProcess) -> str:

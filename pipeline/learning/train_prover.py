@@ -151,7 +151,7 @@ class Proven(NamedTuple):
     """Results by query.
 
     Attributes:
-        proven: bool [Q] the greedy search found a proof.
+        proven: bool [Q] the search found a proof.
         score: float64 [Q] log-odds of going on at the root; UNPROVEN without a proof.
         transitions: resolution steps made by slots that had a query.
         dropped: successors beyond the budget.
@@ -168,8 +168,32 @@ class Proven(NamedTuple):
 def prove_all(world: ProofWorld, steps: Steps, queries: Tensor, slots: int) -> Proven:
     """Search greedily for a proof of each query int64 [Q, 3]; finished slots take the next one.
 
-    The results do not depend on the number of slots nor on the order of the queries.
+    What the learnt choices miss is searched once more by the symbolic evidence alone, so learning
+    never loses a proof; the score stays the learnt one. The results do not depend on the number of
+    slots nor on the order of the queries.
     """
+    first = _search(world, steps, queries, slots)
+    prover = steps.prover
+    missed = ~first.proven
+    if not prover.use_prior or float(prover.trust) == 0.0 or not bool(missed.any()):
+        return first._replace(score=torch.where(first.proven, first.score, UNPROVEN))
+    trust = prover.trust.clone()
+    prover.trust.zero_()
+    again = _search(world, steps, queries[missed], slots)
+    prover.trust.copy_(trust)
+    proven = first.proven.clone()
+    proven[missed] = again.proven
+    return Proven(
+        proven,
+        torch.where(proven, first.score, UNPROVEN),
+        first.transitions + again.transitions,
+        first.dropped + again.dropped,
+        first.seconds + again.seconds,
+    )
+
+
+def _search(world: ProofWorld, steps: Steps, queries: Tensor, slots: int) -> Proven:
+    """One greedy pass over the queries; `score` is the root's, proven or not."""
     world.eval(queries)
     count = len(queries)
     proven = torch.zeros(count, dtype=torch.bool)
@@ -189,13 +213,7 @@ def prove_all(world: ProofWorld, steps: Steps, queries: Tensor, slots: int) -> P
         transitions += int(working.sum())
     seconds = time.perf_counter() - began
     world.train()
-    return Proven(
-        proven,
-        torch.where(proven, score[:-1], UNPROVEN),
-        transitions,
-        int(state["dropped"].sum()),
-        seconds,
-    )
+    return Proven(proven, score[:-1], transitions, int(state["dropped"].sum()), seconds)
 
 
 def to_triples(keys: Tensor, entities: int) -> Tensor:

@@ -145,7 +145,17 @@ def _name(world: ProofWorld, triple: Tensor) -> Triple:
 
 @torch.no_grad()
 def prove(triple: Tensor, prover: Prover, world: ProofWorld) -> Proof | None:
-    """The prover's greedy proof of one atom int64 [3], or None."""
+    """The prover's greedy proof of one atom int64 [3]; else the one by evidence alone, or None."""
+    proof = _greedy(triple, prover, world)
+    if proof is None and prover.use_prior:
+        trust = prover.trust.clone()
+        prover.trust.zero_()
+        proof = _greedy(triple, prover, world)
+        prover.trust.copy_(trust)
+    return proof
+
+
+def _greedy(triple: Tensor, prover: Prover, world: ProofWorld) -> Proof | None:
     world.eval(triple[None])
     state = world.reset(0, 1)
     replay = _Replay(world, triple)

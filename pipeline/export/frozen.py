@@ -5,6 +5,7 @@ The file holds no path, clock or stack trace, so the same weights give the same 
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -70,8 +71,12 @@ def freeze(
         "inputs": tensor_schema(list(inputs), examples),
         "outputs": tensor_schema(outputs, produced),
     }
-    with atomic_path(path) as temporary, quiet():
-        torch.export.save(program, temporary)
+    # Into memory first: on a full disk torch's own writer ends the process instead of raising.
+    archive = io.BytesIO()
+    with quiet():
+        torch.export.save(program, archive)
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(archive.getvalue())
     write_card(
         path,
         kind=kind,

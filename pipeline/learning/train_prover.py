@@ -39,10 +39,13 @@ from pipeline.proofs.ranking import (
     pose,
     sampled_negatives,
 )
+from pipeline.proofs.unify import beam_search
 from pipeline.proofs.world import ProofWorld
 from pipeline.town.counter import counter_uniform
 
 _SAMPLE = 64  # first stream of the action sampler
+BEAM_SEARCHES, BEAM_DEPTH = 200, 10  # queries searched breadth-first, and how deep
+MAX_PASSES = 120  # times that imitation goes over the training pool, at most, beyond 20 steps
 TRUSTS = (0.0, 0.03, 0.1, 0.3, 1.0)
 Report = Callable[[str, int, int, dict[str, Tensor]], None]
 
@@ -168,14 +171,14 @@ class Proven(NamedTuple):
 def prove_all(world: ProofWorld, steps: Steps, queries: Tensor, slots: int) -> Proven:
     """Search greedily for a proof of each query int64 [Q, 3]; finished slots take the next one.
 
-    What the learnt choices miss is searched once more by the symbolic evidence alone, so learning
-    never loses a proof; the score stays the learnt one. The results do not depend on the number of
-    slots nor on the order of the queries.
+    What the learnt choices miss is searched once more by the symbolic evidence alone, and what that
+    misses breadth-first, so learning never loses a proof; the score stays the learnt
+    one. The results do not depend on the number of slots nor on the order of the queries.
     """
     first = _search(world, steps, queries, slots)
     prover = steps.prover
     missed = ~first.proven
-    if not prover.use_prior or float(prover.trust) == 0.0 or not bool(missed.any()):
+    if not prover.use_prior or not bool(missed.any()):
         return first._replace(score=torch.where(first.proven, first.score, UNPROVEN))
     trust = prover.trust.clone()
     prover.trust.zero_()
@@ -183,6 +186,8 @@ def prove_all(world: ProofWorld, steps: Steps, queries: Tensor, slots: int) -> P
     prover.trust.copy_(trust)
     proven = first.proven.clone()
     proven[missed] = again.proven
+    for case in (~proven).nonzero().flatten()[:BEAM_SEARCHES].tolist():
+        proven[case] = beam_search(world.engine, queries[case], BEAM_DEPTH)
     return Proven(
         proven,
         torch.where(proven, first.score, UNPROVEN),
@@ -305,6 +310,9 @@ def _train(
     """One phase: fill the buffer with the expert's or the policy's experience, update, repeat."""
     imitating = phase == "imitation"
     total = config.imitation_steps if imitating else config.ppo_steps
+    if imitating:  # a small pool would be learnt by heart
+        passes = MAX_PASSES * len(world.train_pool()) // (config.slots * config.ticks)
+        total = min(total, max(passes, 20))
     rate = config.learning_rate if imitating else config.ppo_learning_rate
     update = Update(
         _imitation(prover) if imitating else _improvement(prover, config),

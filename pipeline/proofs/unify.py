@@ -284,6 +284,25 @@ def compact(found: Successors) -> Successors:
     )
 
 
+def beam_search(engine: Engine, query: Tensor, depth: int, width: int = 512) -> bool:
+    """Whether a breadth-first search proves the atom int64 [3].
+
+    It keeps the `width` states with the strongest evidence of each level: for rule bodies whose
+    open goals hide which binding leads on.
+    """
+    goals, code = engine.start(query[None]), engine.pack(query[None])
+    for _ in range(depth):
+        found = expand(engine, goals, code.expand(len(goals)))
+        successors, evidence = found.goals[found.legal], found.evidence[found.legal]
+        if len(successors) == 0:
+            return False
+        if bool((successors < 0).all(1).any()):
+            return True
+        best = evidence.argsort(descending=True, stable=True)[:width]
+        goals = successors[best].unique(dim=0)
+    return False
+
+
 def select_goal(engine: Engine, goals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The goal with the fewest matches [B], the others in order [B, A - 1], its place [B].
 

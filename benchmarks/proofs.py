@@ -1,6 +1,6 @@
 """How well and how fast the prover ranks, against the plain symbolic baseline and RL alone.
 
-    python -m benchmarks.proofs DATA_DIR [--json benchmarks/results/proofs_NAME.json]
+    python -m benchmarks.proofs DATA_DIR [--compile] [--json benchmarks/results/proofs_NAME.json]
 
 Trains on two threads, ranks the test split by both protocols, and measures transitions and
 candidates per second of the fused search. The reference's published speed on two cores is 100 to

@@ -1,0 +1,134 @@
+"""Properties of the town: fairness, bounds, secrecy, replays, parity with recorded runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.town_parity import main as parity
+from pipeline.town import Scripted, Town, load_pack
+
+DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "hamlet"
+LEVELS = ("L1_full_observability", "L2_partial_observability", "L3_temporal_mechanics")
+TOWN = Town(load_pack("l4_contention"), num_layouts=64)
+needs_traces = pytest.mark.skipif(not DATA.is_dir(), reason="no recorded runs in ../shared")
+
+
+@needs_traces
+@pytest.mark.parametrize("level", LEVELS)
+def test_recorded_runs_are_replayed_exactly(level, capsys):
+    assert parity([str(DATA / "packs" / level), str(DATA / "traces" / f"{level}.npz")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "max_abs_diff=0.0"
+
+
+@needs_traces
+def test_a_wrong_pack_does_not_replay(capsys):
+    trace = DATA / "traces" / "L3_temporal_mechanics.npz"
+    assert parity([str(DATA / "packs" / "L1_full_observability"), str(trace)]) == 1
+
+
+def play(town, state, players, ticks):
+    memory = players.reset(state)
+    for _ in range(ticks):
+        actions, _, memory = players.act(state, memory)
+        state = town.step_and_reset_core(state, actions)
+    return state
+
+
+@settings(max_examples=5, deadline=None)
+@given(seed=st.integers(0, 2**40), ticks=st.integers(1, 40))
+def test_observations_hide_what_is_private(seed, ticks):
+    """What an agent cannot see may change at will without changing its observation."""
+    state = play(TOWN, TOWN.reset(seed, 8), Scripted(TOWN, seed=seed), ticks)
+    seen = TOWN.observe(state)
+    n = TOWN.num_agents
+    for agent in range(n):
+        others = [i for i in range(n) if i != agent]
+        secret = state.clone()
+        secret["meters"][:, others] = torch.rand_like(secret["meters"][:, others])
+        secret["progress"][:, others] = 3
+        secret["last_affordance"][:, others] = 2
+        secret["reward"][:] = 0.5
+        position = state["position"]
+        far = (position - position[:, agent : agent + 1]).abs().amax(-1) > TOWN.pack.cue_distance
+        secret["cue_bits"][far] = 1023
+        secret["last_action"][far] = 3
+        again = TOWN.observe(secret)
+        for name in seen.keys():  # noqa: SIM118
+            assert torch.equal(seen[name][:, agent], again[name][:, agent]), name
+
+
+@settings(max_examples=5, deadline=None)
+@given(seed=st.integers(0, 2**40))
+def test_meters_stay_in_bounds_and_replays_are_equal(seed):
+    players = Scripted(TOWN, seed=1)
+    first = play(TOWN, TOWN.reset(seed, 6), players, 50)
+    assert ((first["meters"] >= 0) & (first["meters"] <= 1)).all()
+    again = play(TOWN, TOWN.reset(seed, 6), players, 50)
+    assert (first == again).all()
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 2**40), place=st.integers(0, 13))
+def test_nothing_is_owned_after_leaving(seed, place):
+    """Whoever is alone at an open, affordable place gets it, whoever had it a tick before."""
+    state = TOWN.reset(seed, 4)
+    spot = TOWN.affordance_cells[state["layout"], place]
+    there = torch.stack([spot % TOWN.width, spot // TOWN.width], -1)[:, None]
+    hour = 10 if TOWN.pack.affordances[place].is_open(10) else 20
+    state = TOWN.rearrange(
+        state, position=there.expand(-1, TOWN.num_agents, -1), hour=torch.full((4,), hour)
+    )
+    state = TOWN.step_core(state, torch.full((4, TOWN.num_agents), 4))
+    assert ((state["used"] == place).sum(1) == 1).all()
+    assert (state["blocked"].sum(1) == TOWN.num_agents - 1).all()
+    winner = (state["used"] == place).int().argmax(1)
+    actions = torch.full((4, TOWN.num_agents), 5)
+    newcomer = (winner + 1) % TOWN.num_agents
+    actions[torch.arange(4), newcomer] = 4
+    after = TOWN.step_core(state, actions)
+    assert (after["used"][torch.arange(4), newcomer] == place).all()
+
+
+def test_memory_per_agent_is_small():
+    state = TOWN.reset(0, 256)
+    size = sum(
+        v.numel() * v.element_size() for v in (*state.values(), *TOWN.observe(state).values())
+    )
+    assert size / (256 * TOWN.num_agents) < 1024
+
+
+@pytest.mark.slow
+def test_contention_is_fair():
+    """Over 2,000 lives of equal agents no slot's mean return stands out of its interval."""
+    from pipeline.town.tune import play as lives
+
+    returns = lives(TOWN, Scripted(TOWN, ["expert_ignoring"]), 11, 512)["returns"][:, 0]
+    mean, error = returns.mean(0), returns.std(0) / len(returns) ** 0.5
+    for i in range(TOWN.num_agents):
+        for j in range(i):
+            gap = (mean[i] - mean[j]).abs()
+            # Bonferroni over six pairs at 95 %
+            assert gap < 2.64 * (error[i] ** 2 + error[j] ** 2).sqrt(), (i, j, mean)
+
+
+@pytest.mark.slow
+def test_compiled_and_eager_worlds_agree():
+    torch._dynamo.reset()
+    step = torch.compile(TOWN.step_and_reset_core, fullgraph=True)
+    players = Scripted(TOWN, seed=5)
+    state = TOWN.reset(3, 16)
+    memory = players.reset(state)
+    for _ in range(520):
+        actions, _, memory = players.act(state, memory)
+        eager, state = TOWN.step_and_reset_core(state, actions), step(state, actions)
+        for name, value in eager.items():
+            if value.is_floating_point():
+                torch.testing.assert_close(value, state[name], atol=1e-6, rtol=0)
+            else:
+                assert torch.equal(value, state[name]), name
+    assert (state["episode"] > 0).all()

@@ -208,9 +208,9 @@ class PerceptionHeads(nn.Module):
 
         self.background = decoder(known + 2, 25 * 2)  # empty ground or outside the map
         self.sharpness = nn.Parameter(torch.tensor(8.0))
-        self.step = decoder(known + shape.num_actions, 2)
-        for parameter in self.step[-1].parameters():
-            nn.init.zeros_(parameter)  # begin with: nothing moves
+        self.step = nn.Embedding(shape.num_actions, 2)
+        nn.init.zeros_(self.step.weight)  # begin with: nothing moves
+        self.succeeds = decoder(known + shape.num_actions, 1)
         self.occupancy = decoder(known, 25)
         self.others_meters = decoder(known, shape.num_others * METERS)
         column = torch.arange(25) % 5 - 2
@@ -234,7 +234,8 @@ class PerceptionHeads(nn.Module):
         logits [., 25], next view logits [., 25, V], other agents' meters [., M, 8]."""
         both = torch.cat([belief, known], -1)
         chosen = F.one_hot(action, self.shape.num_actions).float()
-        step = 4 * self.step(torch.cat([both, chosen], -1))
+        succeeds = self.succeeds(torch.cat([both, chosen], -1)).sigmoid()
+        step = 8 * succeeds * self.step(action)
         return (
             self.draw(belief, known, torch.zeros_like(step)),
             self.occupancy(both),

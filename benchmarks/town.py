@@ -15,7 +15,10 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -116,10 +119,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     sizes = [int(w) for w in args.worlds.split(",")]
     threads = [int(t) for t in args.threads.split(",")]
-    try:
-        import numba
-    except ImportError:
-        numba = None
+    numba: Any = import_module("numba") if find_spec("numba") else None
+    if numba is None:
         print("numba is not installed: no physical reference", flush=True)
     rows: list[dict] = []
 

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """The contended town once more, in numba: the physical reference for the speed of the tensor town.
 
 Benchmark only. One loop over worlds in parallel, everything of a world in registers and cache, the

@@ -23,6 +23,7 @@ from rich.text import Text
 from pipeline.files import HamletError, atomic_path, how_to_make
 
 AGENT = Path("artifacts/agent.onnx")
+PROVER = Path("artifacts/prover")
 UNSEEN_MAPS = 2_000_003  # added to a world's number: maps that no stage has played
 P = ParamSpec("P")
 
@@ -50,6 +51,16 @@ def told_in_one_line(command: Callable[P, None]) -> Callable[P, None]:
     return wrapped
 
 
+def _needs_training_packages(command: str) -> None:
+    for package in ("torch", "tensordict", "PIL", "yaml"):
+        if find_spec(package) is None:
+            raise HamletError(
+                f"`hamlet {command}` runs a world, which needs {package}",
+                'run `pip install -c constraints.txt -e ".[train]"` in a virtual environment of its'
+                " own (`hamlet act` needs neither)",
+            )
+
+
 # ------------------------------------------------------------------------------------------------
 # play
 
@@ -66,13 +77,7 @@ def play(
     speed: Annotated[float, typer.Option(min=0.1, help="Ticks per second on a terminal.")] = 8.0,
 ) -> None:
     """Watch the agent live in a world it has never seen; it plays every inhabitant."""
-    for package in ("torch", "tensordict", "PIL", "yaml"):
-        if find_spec(package) is None:
-            raise HamletError(
-                f"`hamlet play` runs the town, which needs {package}",
-                'run `pip install -c constraints.txt -e ".[train]"` in a virtual environment of its'
-                " own (`hamlet act` needs neither)",
-            )
+    _needs_training_packages("play")
     from rich.progress import track
 
     from pipeline.serving.agent import OnnxAgent
@@ -271,6 +276,28 @@ def _write_memory(path: Path, player: Any, memory: dict[str, Any]) -> None:
 
     with atomic_path(path) as temporary, temporary.open("wb") as file:
         np.savez(file, agent=np.array(player.card["sha256"]), **memory)
+
+
+# ------------------------------------------------------------------------------------------------
+# prove
+
+
+@app.command()
+@told_in_one_line
+def prove(
+    question: Annotated[str, typer.Argument(help='For example "grandparent(ann_1, X)".')],
+    prover: Annotated[Path, typer.Option(help="The folder that `dvc repro prove` makes.")] = PROVER,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many answers.")] = 10,
+) -> None:
+    """Answer a question about the knowledge graph, with proofs and scores."""
+    _needs_training_packages("prove")
+    from pipeline.proofs import ask, load_prover
+
+    answers = ask(question, *load_prover(prover), limit=limit)
+    for answer in answers:
+        print(answer)
+    if not answers:
+        print(f"nothing that can be proven answers {question}")
 
 
 # ------------------------------------------------------------------------------------------------

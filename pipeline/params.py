@@ -132,6 +132,19 @@ class RegisterParams(Section):
     )
 
 
+class ProofsParams(Section):
+    """The second world: knowledge-graph proofs."""
+
+    data: str = Field(description="kinship (made from a seed), or a benchmark folder")
+    rounds: int = Field(ge=1, description="rounds of forward chaining that evidence may take")
+    slots: int = Field(ge=1, description="proofs searched side by side")
+    imitation_steps: int = Field(ge=0, description="updates towards the choices that prove")
+    ppo_steps: int = Field(ge=0)
+    learning_rate: float = Field(gt=0, lt=1)
+    entropy: float = Field(ge=0)
+    hidden: int = Field(ge=8, description="hidden units of the scorer")
+
+
 class CompileParams(Section):
     """Speed switches that change no result worth speaking of."""
 
@@ -158,6 +171,7 @@ with warnings.catch_warnings():
         agent: AgentParams
         evaluate: EvaluateParams
         register: RegisterParams
+        proofs: ProofsParams
         compile: CompileParams
 
 

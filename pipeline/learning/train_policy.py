@@ -292,9 +292,8 @@ def train_policy(
     expert = Scripted(town, ["expert"], seed)
     world = town.reset(seed, params.worlds)
     # Lives begin at different ages, so that every batch holds all ages and all hours.
-    world["tick"] = torch.randint(
-        shape.lifespan, world["tick"].shape, generator=rng, dtype=world["tick"].dtype
-    )
+    ages = torch.randint(shape.lifespan, (params.worlds,), generator=rng)
+    world = town.rearrange(world, tick=ages)
     agent = first(slots)
     memory = expert.reset(world)
     taught = Rollout(town, shape, mind, critic, expert, params, compiling.rollout)

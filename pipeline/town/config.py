@@ -324,6 +324,6 @@ def _amend(base: Any, change: Any) -> Any:
     if all(isinstance(x, list) and x and all(isinstance(i, dict) and "name" in i for i in x)
            for x in named):  # fmt: skip
         mine = {item["name"]: item for item in change}
-        merged = [_amend(item, mine.pop(item["name"], {})) for item in base]
-        return merged + list(mine.values())
+        amended = [_amend(item, mine.pop(item["name"], {})) for item in base]
+        return amended + list(mine.values())
     return change

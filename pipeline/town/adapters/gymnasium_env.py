@@ -126,6 +126,6 @@ class TownEnv(gymnasium.Env):
         """Legal actions now, bool [A] (the name maskable PPO implementations look for)."""
         return self._worlds._info()["action_mask"][0]
 
-    def render(self) -> np.ndarray | None:  # type: ignore[override]
+    def render(self) -> np.ndarray | None:
         frames = self._worlds.render()
         return None if frames is None else frames[0]

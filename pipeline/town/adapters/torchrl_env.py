@@ -33,6 +33,7 @@ class TownTorchRLEnv(EnvBase):
         self.action_spec = Categorical(a, (b, n), dtype=torch.int64, device=device)
         self.reward_spec = Unbounded((b, n, 1), device=device)
         self._seed = 0
+        self._state = town.reset(0, b)
 
     def _reset(self, tensordict: TensorDict | None = None, **_: object) -> TensorDict:
         if tensordict is not None and "_reset" in tensordict.keys():  # noqa: SIM118

@@ -174,18 +174,19 @@ class Perception(nn.Module):
         table = self.location_table.weight * LOCATION_SCALE
         odds = (table - table.amax(0)).clamp_min(-60).exp()
         weights = F.embedding(memory.long(), odds)
-        # Around the middle of the map and in its size: small numbers keep the variance exact.
+        # In double precision: a variance is the difference of nearly equal numbers, and what is
+        # lost here would come back enlarged as a difference between PyTorch and ONNX Runtime.
         x = (self.cell_x - (self.shape.width - 1) / 2) / self.shape.width
         y = (self.cell_y - (self.shape.height - 1) / 2) / self.shape.height
-        powers = torch.stack([torch.ones_like(x), x, y, x.square(), y.square()], -1)
-        sums = torch.matmul(weights.transpose(1, 2), powers)
+        powers = torch.stack([torch.ones_like(x), x, y, x.square(), y.square()], -1).double()
+        sums = torch.matmul(weights.transpose(1, 2).double(), powers)
         mean, square = (sums[..., 1:] / sums[..., :1]).chunk(2, -1)
         variance = (square - mean.square()).clamp_min(0)
         column, row = self.position(self_state)
         size = mean.new_tensor([self.shape.width, self.shape.height])
         here = (torch.stack([column, row], -1) - (size - 1) / 2) / size
         log_std = 0.5 * (variance + PLACE_STD_MIN**2).log()
-        return (mean - here.unsqueeze(1)).flatten(1), log_std.flatten(1)
+        return (mean - here.unsqueeze(1)).float().flatten(1), log_std.float().flatten(1)
 
 
 class PerceptionHeads(nn.Module):

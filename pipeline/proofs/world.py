@@ -115,6 +115,10 @@ class ProofWorld:
             raise HamletError("a query names an unknown predicate or entity", "check its ids")
         self.training, self.pool = False, queries.long()
 
+    def playing(self, state: TensorDict) -> tuple[Tensor, Tensor]:
+        """The case int64 [B] of every slot, and whether it still has one, bool [B]."""
+        return state["case"], ~state["idle"]
+
     # --- stepping -----------------------------------------------------------------------------
 
     def reset(self, seed: int, num_worlds: int) -> TensorDict:

@@ -89,6 +89,7 @@ class Town:
         self._build_columns()
         self._cues = CueRules(pack, self.device)
         self._meter_index = {name: i for i, name in enumerate(pack.meter_names)}
+        self._cases: int | None = None
 
     # ------------------------------------------------------------------ constants
 
@@ -155,6 +156,21 @@ class Town:
 
     # ------------------------------------------------------------------ beginning of a life
 
+    def train(self) -> None:
+        """Every world lives life after life, for ever."""
+        self._cases = None
+
+    def eval(self, cases: int) -> None:
+        """Play the first life of the worlds 0 to `cases` - 1, once each.
+
+        A slot whose life is over takes the next world; the state then has a field `next_case`.
+        """
+        self._cases = cases
+
+    def playing(self, state: TensorDict) -> tuple[Tensor, Tensor]:
+        """The case int64 [B] of every slot, and whether it is still being played, bool [B]."""
+        return state["world"], ~state["over"]
+
     def reset(self, seed: int, num_worlds: int, first_world: int = 0) -> TensorDict:
         """Fresh worlds; world b depends only on (seed, first_world + b) and on the actions.
 
@@ -162,7 +178,11 @@ class Town:
         """
         world = torch.arange(first_world, first_world + num_worlds, device=self.device)
         full = torch.full_like(world, seed)
-        return self._pack_state(self._with_cues(self._fresh(full, world, torch.zeros_like(world))))
+        fields = self._with_cues(self._fresh(full, world, torch.zeros_like(world)))
+        if self._cases is not None:
+            fields["next_case"] = torch.full_like(world, num_worlds)
+            fields["over"] = world >= self._cases
+        return self._pack_state(fields)
 
     def _fresh(self, seed: Tensor, world: Tensor, episode: Tensor) -> dict[str, Tensor]:
         """Every field of the state at the first tick of a life, agent-major."""
@@ -265,14 +285,21 @@ class Town:
         """`step_core`, then every world whose episode is over starts its next life.
 
         reward, done, died, retired and episode_over still describe the tick just finished; all
-        other fields are those of the new life (episode + 1, a newly drawn layout).
+        other fields are those of the new life (episode + 1, a newly drawn layout), or of the next
+        case after `eval`.
         """
         now = self._tick(self._unpack_state(state), actions.t(), gated=True)
-        fresh = self._fresh(now["seed"], now["world"], now["episode"] + 1)
-        kept = ("reward", "done", "died", "retired", "episode_over")
-        over = now["over"]
+        begins, world, episode = now["over"], now["world"], now["episode"] + 1
+        kept = ["reward", "done", "died", "retired", "episode_over"]
+        if self._cases is not None:
+            turn = now["episode_over"].long().cumsum(0)
+            world, episode = now["next_case"] + turn - 1, torch.zeros_like(episode)
+            begins = now["episode_over"] & (world < self._cases)
+            now["next_case"] = now["next_case"] + turn[-1]
+            kept.append("next_case")
+        fresh = self._fresh(now["seed"], world, episode)
         merged = {
-            name: value if name in kept else torch.where(over, fresh[name], value)
+            name: value if name in kept else torch.where(begins, fresh[name], value)
             for name, value in now.items()
         }
         return self._pack_state(self._with_cues(merged))

@@ -19,8 +19,10 @@ from pathlib import Path
 import torch
 
 from pipeline.files import HamletError, write_json
+from pipeline.learning.rollout import fused_step
 from pipeline.learning.train_prover import (
-    Steps,
+    Searcher,
+    Student,
     TrainConfig,
     build_prover,
     derivable,
@@ -31,6 +33,7 @@ from pipeline.learning.train_prover import (
 )
 from pipeline.proofs import ProofWorld, build_world, open_graph
 from pipeline.proofs.knowledge import find
+from pipeline.proofs.policy import Prover
 from pipeline.proofs.ranking import Questions, evaluate_scores, pose, sampled_negatives
 from pipeline.proofs.world import prior_log_odds
 
@@ -104,12 +107,12 @@ def measure(options: argparse.Namespace) -> dict:
     trained = len(world.pool) > 0
     if trained:
         result |= train_prover(world, prover, config, options.seed, report)
-    steps = Steps(world, prover, options.compile)
+    step = fused_step(world, Searcher(prover), options.compile)
     warm = time.perf_counter()
     if len(derivable(world, questions)):
-        rank(world, steps, questions, negatives, options.slots)
+        rank(world, prover, questions, negatives, options.slots, step)
     warm = time.perf_counter() - warm
-    ranked = rank(world, steps, questions, negatives, options.slots)
+    ranked = rank(world, prover, questions, negatives, options.slots, step)
     result |= ranked.metrics
     result["candidates"] = len(ranked.keys)
     result["search_dropped"] = ranked.proven.dropped
@@ -118,11 +121,11 @@ def measure(options: argparse.Namespace) -> dict:
         queries = to_triples(ranked.keys, graph.num_entities)
         queries = queries.repeat(-(-8 * options.slots // len(queries)), 1)
         if options.compile:  # another number of queries is another graph: keep it out of the time
-            prove_all(world, steps, queries, options.slots)
-        searched = prove_all(world, steps, queries, options.slots)
+            prove_all(world, prover, queries, options.slots, step)
+        searched = prove_all(world, prover, queries, options.slots, step)
         result["candidates_per_s"] = len(queries) / searched.seconds
         result["transitions_per_s"] = searched.transitions / searched.seconds
-    result["rollout_transitions_per_s"] = _rollout_speed(world, steps, options.slots)
+    result["rollout_transitions_per_s"] = _rollout_speed(world, prover, options)
 
     if options.rl_only_steps and trained:
         alone = build_prover(world, use_prior=False)
@@ -133,9 +136,7 @@ def measure(options: argparse.Namespace) -> dict:
             ppo_learning_rate=1e-3,
         )
         train_prover(world, alone, config, options.seed, report)
-        metrics = rank(
-            world, Steps(world, alone, compile=False), questions, negatives, options.slots
-        ).metrics
+        metrics = rank(world, alone, questions, negatives, options.slots).metrics
         result |= {f"rl_only_{k}": v for k, v in metrics.items() if "mrr" in k or "proved" in k}
     result["peak_memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     result["transitions_vs_reference"] = (
@@ -149,15 +150,16 @@ def measure(options: argparse.Namespace) -> dict:
     return result
 
 
-def _rollout_speed(world: ProofWorld, steps: Steps, slots: int) -> float:
+def _rollout_speed(world: ProofWorld, prover: Prover, options: argparse.Namespace) -> float:
     """Transitions per second of the fused training rollout."""
     if len(world.pool) == 0:
         return 0.0
     world.train()
-    state, _ = steps.rollout(world.reset(0, slots), False)
+    step, slots = fused_step(world, Student(prover, False), options.compile), options.slots
+    state, *_ = step(world.reset(0, slots), None)
     began, ticks = time.perf_counter(), 0
     while time.perf_counter() - began < 3.0:
-        state, _ = steps.rollout(state, False)
+        state, *_ = step(state, None)
         ticks += 1
     return ticks * slots / (time.perf_counter() - began)
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from tensordict import TensorDict
 from torch import Tensor
 
 from pipeline.files import atomic_path, read_json, write_json
-from pipeline.serving.agent import OnnxAgent
+from pipeline.learning.rollout import Record, evaluate, fused_step
+from pipeline.serving.agent import STATE, Arrays, OnnxAgent
 from pipeline.town import Scripted, Town, render_png
 from stages import paths
 from stages.collect import make_town
@@ -23,66 +22,68 @@ EVALUATION_SEED = 5  # added to the seed: worlds that no other stage plays
 BASELINES = ("random", "rest", "expert")
 BOOTSTRAPS = 2000
 
-Player = Callable[[TensorDict], Tensor]
 
+class OnnxPlayers:
+    """All agents of all worlds as one batch of the exported graph, as a `Player`.
 
-def onnx_player(agent: OnnxAgent, town: Town) -> Player:
-    """All agents of all worlds as one batch of the exported graph, its state carried along."""
-    state: dict[str, np.ndarray] = {}
+    Its memory is the graph's state, each case beginning with random numbers of its own.
+    """
 
-    def play(world: TensorDict) -> Tensor:
-        nonlocal state
-        obs = town.observe(world)
+    def __init__(self, agent: OnnxAgent, town: Town, cases: int) -> None:
+        self.agent, self.town = agent, town
+        self.first = agent.start(cases * town.num_agents, EVALUATION_SEED)
+
+    def start(self, slots: int) -> Arrays:
+        return {name: value[: slots * self.town.num_agents] for name, value in self.first.items()}
+
+    def act(
+        self, world: TensorDict, seen: TensorDict, memory: Arrays
+    ) -> tuple[Tensor, Arrays, Record]:
         fields = {
-            name: obs[name].flatten(0, 1).numpy()
-            for name in agent.inputs
-            if not name.startswith("state_")
+            name: seen[name].flatten(0, 1).numpy()
+            for name in self.agent.inputs
+            if not name.startswith(STATE)
         }
-        state = state or agent.start(len(fields["action_mask"]), EVALUATION_SEED)
-        decision = agent.act(fields, state)
-        state = decision.state
-        return torch.from_numpy(decision.action).unflatten(0, (-1, town.num_agents))
+        decision = self.agent.act(fields, memory)
+        action = torch.from_numpy(decision.action).unflatten(0, (-1, self.town.num_agents))
+        return action, decision.state, {}
 
-    return play
-
-
-def scripted_player(town: Town, name: str, seed: int, world: TensorDict) -> Player:
-    players = Scripted(town, [name], seed)
-    memory = players.reset(world)
-
-    def play(world: TensorDict) -> Tensor:
-        nonlocal memory
-        actions, _, memory = players.act(world, memory)
-        return actions
-
-    return play
-
-
-class Lives(NamedTuple):
-    """One life of every agent of every world."""
-
-    returns: Tensor
-    """float32 [B, N] sum of rewards."""
-    ticks: Tensor
-    """float32 [B, N] ticks lived."""
-    retired: Tensor
-    """bool [B, N]."""
-    frames: list[TensorDict]
-    """The first world at every tick, for the picture."""
+    def outcome(
+        self, before: TensorDict, after: TensorDict, memory: Arrays
+    ) -> tuple[Arrays, Record]:
+        begun = after["episode_over"] & ~after["over"]
+        if bool(begun.any()):
+            agents = torch.arange(self.town.num_agents)
+            to = (begun.nonzero() * self.town.num_agents + agents).flatten().numpy()
+            cases = after["world"][begun].unsqueeze(-1)
+            first = (cases * self.town.num_agents + agents).flatten().numpy()
+            memory = {name: value.copy() for name, value in memory.items()}
+            for name, value in memory.items():
+                value[to] = self.first[name][first]
+        return memory, life_of(before, after)
 
 
-def play_lives(town: Town, world: TensorDict, play: Player, name: str) -> Lives:
-    """Play every world from its first tick until nobody can be alive."""
-    returns = torch.zeros(world["alive"].shape)
-    ticks, retired = returns.clone(), returns.bool()
-    frames = [world[:1]]
-    for _ in progress(town.lifespan, f"evaluate: {name}"):
-        ticks += world["alive"].float()
-        world = town.step_core(world, play(world))
-        returns += world["reward"]
-        retired |= world["retired"]
-        frames.append(world[:1])
-    return Lives(returns, ticks, retired, frames)
+class ScriptedPlayers:
+    """A scripted character in every place, as a `Player`."""
+
+    def __init__(self, scripted: Scripted) -> None:
+        self.scripted = scripted
+
+    def act(
+        self, world: TensorDict, seen: TensorDict, memory: TensorDict
+    ) -> tuple[Tensor, TensorDict, Record]:
+        actions, _, memory = self.scripted.act(world, memory)
+        return actions, memory, {}
+
+    def outcome(
+        self, before: TensorDict, after: TensorDict, memory: TensorDict
+    ) -> tuple[TensorDict, Record]:
+        return memory, life_of(before, after)
+
+
+def life_of(before: TensorDict, after: TensorDict) -> Record:
+    """What is added up over a life, each [B, N]: reward, ticks lived, and whether it retired."""
+    return {"returns": after["reward"], "ticks": before["alive"], "retired": after["retired"]}
 
 
 def bootstrap_ratio(a: Tensor, b: Tensor, seed: int) -> tuple[float, float]:
@@ -90,7 +91,7 @@ def bootstrap_ratio(a: Tensor, b: Tensor, seed: int) -> tuple[float, float]:
     rng = torch.Generator().manual_seed(seed)
     index = torch.randint(len(a), (BOOTSTRAPS, len(a)), generator=rng)
     ratios = a[index].mean(1) / b[index].mean(1)
-    low, high = ratios.quantile(torch.tensor([0.025, 0.975])).tolist()
+    low, high = ratios.quantile(torch.tensor([0.025, 0.975], dtype=ratios.dtype)).tolist()
     return low, high
 
 
@@ -106,16 +107,28 @@ def main() -> None:
         town = make_town(s.params, held_out=True)
         agent = OnnxAgent(paths.AGENT, threads=threads())
         seed = s.params.seed + EVALUATION_SEED
-        world = town.reset(seed, params.worlds)
+        town.eval(params.worlds)
+        frames: list[TensorDict] = []
         lives = {}
         for name in (*BASELINES, "agent"):
-            player = (
-                onnx_player(agent, town)
-                if name == "agent"
-                else scripted_player(town, name, seed, world)
-            )
-            lives[name] = play_lives(town, world, player, name)
-        by_world = {name: played.returns.mean(1) for name, played in lives.items()}
+            player: Any
+            if name == "agent":
+                player = OnnxPlayers(agent, town, params.worlds)
+                memory = player.start(params.worlds)
+            else:
+                player = ScriptedPlayers(Scripted(town, [name], seed))
+                memory = player.scripted.reset(town.reset(seed, params.worlds))
+            bar: Any = iter(progress(town.lifespan, f"evaluate: {name}"))
+
+            def watch(world: TensorDict, name: str = name, bar: Any = bar) -> None:
+                next(bar, None)
+                if name == "agent":
+                    frames.append(world[:1])
+
+            step = fused_step(town, player)
+            lives[name] = evaluate(town, step, memory, params.worlds, params.worlds, seed, watch)
+            next(bar, None)
+        by_world = {name: played["returns"].mean(1) for name, played in lives.items()}
         mean = {name: values.mean().item() for name, values in by_world.items()}
         low, high = bootstrap_ratio(by_world["agent"], by_world["rest"], seed)
         span = mean["expert"] - mean["rest"]
@@ -130,13 +143,13 @@ def main() -> None:
             "ratio_over_rest_ci95": [low, high],
             "normalised_score": score,
             "normalised_score_ci95": [score - margin, score + margin],
-            "retired_fraction": lives["agent"].retired.float().mean().item(),
-            "survival": lives["agent"].ticks.mean().item(),
+            "retired_fraction": lives["agent"]["retired"].mean().item(),
+            "survival": lives["agent"]["ticks"].mean().item(),
             "scores": {
                 name: {
                     "mean_return": mean[name],
-                    "survival": played.ticks.mean().item(),
-                    "retired_fraction": played.retired.float().mean().item(),
+                    "survival": played["ticks"].mean().item(),
+                    "retired_fraction": played["retired"].mean().item(),
                 }
                 for name, played in lives.items()
             },
@@ -153,7 +166,7 @@ def main() -> None:
         ]
         with atomic_path(paths.curve("returns")) as temporary:
             temporary.write_text("\n".join(rows) + "\n")
-        save_gif(town, lives["agent"].frames[: params.gif_ticks], paths.EPISODE)
+        save_gif(town, frames[: params.gif_ticks], paths.EPISODE)
         write_report(
             paths.REPORT,
             {

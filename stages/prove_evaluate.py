@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.files import atomic_path, write_json
-from pipeline.learning.train_prover import Steps, rank
+from pipeline.learning.train_prover import rank
 from pipeline.proofs import load_prover, proof_svg
 from pipeline.proofs.knowledge import find
 from pipeline.proofs.ranking import evaluate_scores, pose, sampled_negatives
@@ -24,9 +24,7 @@ def main() -> None:
         graph = world.graph
         questions = pose(graph, world.closure, "test")
         negatives = sampled_negatives(graph, questions, 100, s.params.seed)
-        ranked = rank(
-            world, Steps(world, prover, compile=False), questions, negatives, s.params.proofs.slots
-        )
+        ranked = rank(world, prover, questions, negatives, s.params.proofs.slots)
         baseline = evaluate_scores(
             graph,
             questions,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 
 class RolloutBuffer:
@@ -20,8 +21,8 @@ class RolloutBuffer:
     def full(self) -> bool:
         return self.length == self.ticks
 
-    def add(self, record: TensorDict) -> None:
-        """Copy one tick's record, batch [S].
+    def add(self, record: Mapping[str, Tensor]) -> None:
+        """Copy one tick's record, every entry [S, ...].
 
         Raises:
             IndexError: when the buffer is full.
@@ -31,7 +32,7 @@ class RolloutBuffer:
         if self.data is None:
             self.data = TensorDict(
                 {k: v.new_empty(torch.Size([self.ticks, *v.shape])) for k, v in record.items()},
-                batch_size=[self.ticks, *record.batch_size],
+                batch_size=[self.ticks, next(iter(record.values())).shape[0]],
             )
         for key, value in record.items():
             self.data[key][self.length].copy_(value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -29,6 +29,7 @@ from pipeline.learning.losses import (
     weighted_mean,
 )
 from pipeline.learning.returns import gae
+from pipeline.learning.rollout import Record, collect, fused_step
 from pipeline.learning.update import Update
 from pipeline.modules.agent import AgentState, Mind
 from pipeline.modules.contracts import METERS, Features, TownShape, observation_from
@@ -90,98 +91,82 @@ def gumbel(world: TensorDict, agents: int, choices: int, stream: int) -> Tensor:
     return -(-(u.clamp(1e-9, 1 - 1e-7)).log()).log().flatten(0, 1)
 
 
-class Rollout:
-    """Steps the town with the learning agents (and an expert in some worlds) and records.
+class Memory(NamedTuple):
+    """What is carried from tick to tick beside the town."""
 
-    Args:
-        compile: compile the fused step: sense, decide, act, step the town and reset.
-    """
+    agent: AgentState
+    expert: Any
+    """The expert's memory while it is needed; None otherwise."""
+
+
+class Learner:
+    """The learning agents, and in some worlds an expert that acts for them, as a `Player`."""
 
     def __init__(
-        self,
-        town: Town,
-        shape: TownShape,
-        mind: Mind,
-        critic: Critic,
-        expert: Scripted | None,
-        params: PolicyParams,
-        compile: bool,
+        self, town: Town, shape: TownShape, mind: Mind, critic: Critic, expert: Scripted | None
     ) -> None:
         self.town, self.shape, self.mind, self.critic = town, shape, mind, critic
-        self.expert, self.params = expert, params
-        self.reward_scale = 3 * (1 - params.gamma)
-        self.step = torch.compile(self._step, fullgraph=True) if compile else self._step
+        self.expert = expert
 
-    @torch.no_grad()
-    def _step(
+    def act(
         self,
         world: TensorDict,
-        agent: AgentState,
+        seen: TensorDict,
+        memory: Memory,
         slice_: Tensor | None,
         driven: Tensor,
-        memory: Any,
-    ) -> tuple[TensorDict, AgentState, Any, dict[str, Tensor]]:
+    ) -> tuple[Tensor, Memory, Record]:
+        """Sampled actions int64 [B, N].
+
+        Args:
+            slice_: the slots that deliberate now (see `Mind.explore`).
+            driven: bool [B] worlds where the expert acts.
+        """
         n = self.shape.num_agents
-        obs = observation_from(self.town.observe(world), 2)
         action, agent, record = self.mind.explore(
-            obs,
-            agent,
+            observation_from(seen, 2),
+            memory.agent,
             slice_,
             gumbel(world, n, self.shape.num_goals, GOAL_STREAM),
             gumbel(world, n, self.shape.num_actions, ACTION_STREAM),
         )
-        acted = action.unflatten(0, (-1, n))
+        acted, remembered = action.unflatten(0, (-1, n)), memory.expert
         if self.expert is not None:
-            expert_action, expert_goal, memory = self.expert.act(world, memory)
+            expert_action, expert_goal, remembered = self.expert.act(world, remembered)
             acted = torch.where(driven.unsqueeze(-1), expert_action, acted)
             record["expert_action"] = expert_action.flatten()
             record["expert_goal"] = expert_goal.flatten()
-        privileged = privileged_features(self.town, self.shape, world).flatten(0, 1)
-        after = self.town.step_and_reset_core(world, acted)
-        record |= {
-            "privileged": privileged,
-            "value": self.critic(privileged),
-            "reward": after["reward"].flatten() * self.reward_scale,
+        record["privileged"] = privileged_features(self.town, self.shape, world).flatten(0, 1)
+        record["value"] = self.critic(record["privileged"])
+        return acted, Memory(agent, remembered), record
+
+    def outcome(
+        self, before: TensorDict, after: TensorDict, memory: Memory
+    ) -> tuple[Memory, Record]:
+        over = after["episode_over"].repeat_interleave(self.shape.num_agents)
+        return Memory(forget(memory.agent, over), memory.expert), {
+            "reward": after["reward"].flatten(),
             "done": after["done"].flatten(),
-            "active": world["alive"].flatten(),
+            "active": before["alive"].flatten(),
         }
-        return after, forget(agent, after["episode_over"].repeat_interleave(n)), memory, record
 
-    def collect(
-        self, world: TensorDict, agent: AgentState, memory: Any, driven: Tensor, clock: int,
-        buffer: RolloutBuffer,
-    ) -> tuple[TensorDict, AgentState, Any]:  # fmt: skip
-        """Fill `buffer`. `driven` bool [B]: worlds where the expert acts; `clock`: ticks so far."""
-        period = self.params.meta_period
-        slots = agent.goal.shape[0]
-        slice_ = None
-        buffer.reset()
-        while not buffer.full:
-            if self.expert is None:
-                slice_ = torch.arange(slots // period) * period + (-clock) % period
-            world, agent, memory, record = self.step(world, agent, slice_, driven, memory)
-            buffer.add(TensorDict(record, batch_size=[slots]))
-            clock += 1
-        return world, agent, memory
 
-    @torch.no_grad()
-    def advantages(self, buffer: RolloutBuffer, world: TensorDict) -> None:
-        """Add `advantages` and `returns` to the experience; `world` follows its last row."""
-        data = buffer.data
-        assert data is not None
-        last = self.critic(privileged_features(self.town, self.shape, world).flatten(0, 1))
-        values = data["value"]
-        done = data["done"]
-        estimate = gae(
-            data["reward"],
-            values,
-            torch.cat([values[1:], last.unsqueeze(0)]),
-            done,
-            done,
-            self.params.gamma,
-            self.params.lam,
-        )
-        data["advantages"], data["returns"] = estimate.advantages, estimate.returns
+@torch.no_grad()
+def add_advantages(
+    buffer: RolloutBuffer, learner: Learner, world: TensorDict, params: PolicyParams
+) -> None:
+    """Add `advantages` and `returns` to the experience; `world` follows its last row.
+
+    Rewards are scaled by 3 (1 - gamma), so that values are of the order of one.
+    """
+    data = buffer.data
+    assert data is not None
+    privileged = privileged_features(learner.town, learner.shape, world).flatten(0, 1)
+    values, done = data["value"], data["done"]
+    following = torch.cat([values[1:], learner.critic(privileged).unsqueeze(0)])
+    reward = data["reward"] * (3 * (1 - params.gamma))
+    estimate = gae(reward, values, following, done, done, params.gamma, params.lam)
+    data["advantages"], data["returns"] = estimate.advantages, estimate.returns
 
 
 def features_of(batch: TensorDict) -> Features:
@@ -294,10 +279,12 @@ def train_policy(
     # Lives begin at different ages, so that every batch holds all ages and all hours.
     ages = torch.randint(shape.lifespan, (params.worlds,), generator=rng)
     world = town.rearrange(world, tick=ages)
-    agent = first(slots)
-    memory = expert.reset(world)
-    taught = Rollout(town, shape, mind, critic, expert, params, compiling.rollout)
-    free = Rollout(town, shape, mind, critic, None, params, compiling.rollout)
+    memory = Memory(first(slots), expert.reset(world))
+    learners = {True: Learner(town, shape, mind, critic, expert)}
+    learners[False] = Learner(town, shape, mind, critic, None)
+    steps = {
+        taught: fused_step(town, learner, compiling.rollout) for taught, learner in learners.items()
+    }
     score, scores = torch.zeros_like(world["reward"]), torch.zeros(2)
 
     saved = Checkpoint(
@@ -314,20 +301,26 @@ def train_policy(
     start, extra = saved.load()
     if start:
         world = TensorDict(extra["world"], batch_size=world.batch_size)
-        memory = TensorDict(extra["memory"], batch_size=world.batch_size)
-        agent, score, scores = AgentState(*extra["agent"]), extra["score"], extra["scores"]
+        remembered = TensorDict(extra["expert"], batch_size=world.batch_size)
+        memory = Memory(AgentState(*extra["agent"]), remembered)
+        score, scores = extra["score"], extra["scores"]
+
+    def deliberating(clock: int) -> Tensor:
+        """The slots whose own clock is at a multiple of the period after `clock` ticks."""
+        period = params.meta_period
+        return torch.arange(slots // period) * period + (-clock) % period
 
     warm = params.imitation_iterations + params.critic_iterations
     buffers = {True: RolloutBuffer(params.rollout), False: RolloutBuffer(params.rollout)}
     for iteration in log.steps(warm + params.ppo_iterations, start):
         imitating = iteration < params.imitation_iterations
-        rollout, buffer = (taught if imitating else free), buffers[imitating]
+        buffer = buffers[imitating]
         share = 1 - iteration / max(1, params.imitation_iterations - 1) if imitating else 0.0
         driven = torch.arange(params.worlds) < round(share * params.worlds)
-        world, agent, memory = rollout.collect(
-            world, agent, memory, driven, iteration * params.rollout, buffer
-        )
-        rollout.advantages(buffer, world)
+        clocks = range(iteration * params.rollout, (iteration + 1) * params.rollout)
+        contexts = [(None if imitating else deliberating(clock), driven) for clock in clocks]
+        world, memory = collect(steps[imitating], world, memory, buffer, contexts)
+        add_advantages(buffer, learners[imitating], world, params)
         if imitating:
             update = imitation
             left = 1 - iteration / params.imitation_iterations
@@ -343,14 +336,14 @@ def train_policy(
         for _ in range(params.epochs):
             for batch in buffer.minibatches(parts, rng):
                 metrics = update(batch)
-        score, scores = episode_scores(buffer, rollout.reward_scale, score, scores)
+        score, scores = episode_scores(buffer, score, scores)
         log.record(iteration, metrics | {"mean_return": scores[0]})
         saved.save(
             iteration + 1,
             {
                 "world": dict(world.items()),
-                "memory": dict(memory.items()),
-                "agent": tuple(agent),
+                "expert": dict(memory.expert.items()),
+                "agent": tuple(memory.agent),
                 "score": score,
                 "scores": scores,
             },
@@ -358,9 +351,7 @@ def train_policy(
     return critic
 
 
-def episode_scores(
-    buffer: RolloutBuffer, scale: float, score: Tensor, scores: Tensor
-) -> tuple[Tensor, Tensor]:
+def episode_scores(buffer: RolloutBuffer, score: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
     """Follow every slot's return; `scores` = (mean return of the lives last finished, weight).
 
     No host synchronisation: everything stays in tensors.
@@ -369,7 +360,7 @@ def episode_scores(
     assert data is not None
     flat = score.flatten()
     for t in range(buffer.ticks):
-        flat = flat + data["reward"][t] / scale
+        flat = flat + data["reward"][t]
         ended = data["done"][t] & data["active"][t]
         count = ended.sum()
         mean = (flat * ended).sum() / count.clamp_min(1)

@@ -29,6 +29,7 @@ from pipeline.learning.losses import (
     weighted_mean,
 )
 from pipeline.learning.returns import gae
+from pipeline.learning.rollout import Record, Step, collect, evaluate, fused_step
 from pipeline.learning.update import Update
 from pipeline.proofs.knowledge import find
 from pipeline.proofs.policy import Prover, ProverInput, ProverShape, entity_signature
@@ -81,31 +82,20 @@ def build_prover(world: ProofWorld, use_prior: bool = True, hidden: int = 64) ->
 
 
 # ------------------------------------------------------------------------------------------------
-# Fused steps
+# Players
 
 
-class Steps:
-    """The fused rollout and evaluation steps of one world and one prover.
+class Student:
+    """Gathers experience: the expert's choices, or the prover's own draws, as a `Player`."""
 
-    Each is one graph: observe, think, choose, step and reset. The prover inside is the uncompiled
-    module, so new weights are seen and nothing is compiled twice.
-    """
+    def __init__(self, prover: Prover, imitate: bool) -> None:
+        self.prover, self.imitate = prover, imitate
 
-    def __init__(self, world: ProofWorld, prover: Prover, compile: bool) -> None:
-        self.world, self.prover = world, prover
-        wrap = (lambda f: torch.compile(f, fullgraph=True)) if compile else (lambda f: f)
-        self.rollout = wrap(self._rollout)
-        self.evaluate = wrap(self._evaluate)
-
-    @torch.no_grad()
-    def _rollout(self, state: TensorDict, imitate: bool) -> tuple[TensorDict, TensorDict]:
-        seen = self.world.observe(state)
+    def act(self, state: TensorDict, seen: TensorDict, memory: None) -> tuple[Tensor, None, Record]:
         out = self.prover.see(seen)
         logits = masked_logits(out.logits, seen["action_mask"])
-        expert = expert_action(state)
-        if imitate:
-            action = expert
-        else:
+        action = expert = expert_action(state)
+        if not self.imitate:
             seed, slot, episode, depth = (
                 state[k][:, None] for k in ("seed", "world", "episode", "depth")
             )
@@ -113,29 +103,41 @@ class Steps:
             u = counter_uniform(seed, slot, episode, depth, streams)
             noise = -(-(u.clamp(1e-9, 1 - 1e-7)).log()).log()
             action = (logits + noise).argmax(-1)
-        after = self.world.step_and_reset_core(state, action)
-        record = TensorDict(
-            {name: seen[name] for name in (*ProverInput._fields, "active")}
+        record = {name: seen[name] for name in (*ProverInput._fields, "active")}
+        return (
+            action,
+            None,
+            record
             | {
                 "action": action,
                 "expert": expert,
                 "log_prob": log_prob_of(logits, action),
                 "value": out.value,
-                "reward": after["reward"],
-                "done": after["done"],
-                "truncated": after["truncated"],
                 "label": state["label"],
             },
-            batch_size=state.batch_size,
         )
-        return after, record
 
-    @torch.no_grad()
-    def _evaluate(self, state: TensorDict) -> tuple[TensorDict, Tensor]:
-        seen = self.world.observe(state)
+    def outcome(self, before: TensorDict, after: TensorDict, memory: None) -> tuple[None, Record]:
+        return None, {name: after[name] for name in ("reward", "done", "truncated")}
+
+
+class Searcher:
+    """Searches greedily for proofs, as a `Player` to be evaluated; counts what it did."""
+
+    def __init__(self, prover: Prover) -> None:
+        self.prover = prover
+
+    def act(self, state: TensorDict, seen: TensorDict, memory: None) -> tuple[Tensor, None, Record]:
         out = self.prover.see(seen)
         action = masked_logits(out.logits, seen["action_mask"]).argmax(-1)
-        return self.world.step_and_reset_core(state, action), out.score
+        return action, None, {"score": torch.where(seen["root"], out.score, 0.0)}
+
+    def outcome(self, before: TensorDict, after: TensorDict, memory: None) -> tuple[None, Record]:
+        return None, {
+            "proven": after["done"] & after["success"],
+            "transitions": torch.ones_like(after["done"]),
+            "dropped": after["dropped"] - before["dropped"],
+        }
 
 
 def expert_action(state: TensorDict) -> Tensor:
@@ -168,21 +170,26 @@ class Proven(NamedTuple):
     seconds: float
 
 
-def prove_all(world: ProofWorld, steps: Steps, queries: Tensor, slots: int) -> Proven:
+def prove_all(
+    world: ProofWorld, prover: Prover, queries: Tensor, slots: int, step: Step | None = None
+) -> Proven:
     """Search greedily for a proof of each query int64 [Q, 3]; finished slots take the next one.
 
     What the learnt choices miss is searched once more by the symbolic evidence alone, and what that
     misses breadth-first, so learning never loses a proof; the score stays the learnt
     one. The results do not depend on the number of slots nor on the order of the queries.
+
+    Args:
+        step: a compiled `fused_step(world, Searcher(prover))` to use again; None: eager.
     """
-    first = _search(world, steps, queries, slots)
-    prover = steps.prover
+    step = step or fused_step(world, Searcher(prover))
+    first = _search(world, step, queries, slots)
     missed = ~first.proven
     if not prover.use_prior or not bool(missed.any()):
         return first._replace(score=torch.where(first.proven, first.score, UNPROVEN))
     trust = prover.trust.clone()
     prover.trust.zero_()
-    again = _search(world, steps, queries[missed], slots)
+    again = _search(world, step, queries[missed], slots)
     prover.trust.copy_(trust)
     proven = first.proven.clone()
     proven[missed] = again.proven
@@ -197,28 +204,20 @@ def prove_all(world: ProofWorld, steps: Steps, queries: Tensor, slots: int) -> P
     )
 
 
-def _search(world: ProofWorld, steps: Steps, queries: Tensor, slots: int) -> Proven:
+def _search(world: ProofWorld, step: Step, queries: Tensor, slots: int) -> Proven:
     """One greedy pass over the queries; `score` is the root's, proven or not."""
     world.eval(queries)
-    count = len(queries)
-    proven = torch.zeros(count, dtype=torch.bool)
-    score = torch.full((count + 1,), UNPROVEN, dtype=torch.float64)
-    state = world.reset(0, slots)
-    transitions = finished = 0
     began = time.perf_counter()
-    while finished < count:
-        at_root = (state["depth"] == 0) & ~state["idle"]
-        case = torch.where(at_root, state["case"], count)
-        working = ~state["idle"]
-        state, value = steps.evaluate(state)
-        score[case] = value.double()
-        done = state["done"]
-        proven[state["finished_case"][done]] = state["success"][done]
-        finished += int(done.sum())
-        transitions += int(working.sum())
+    totals = evaluate(world, step, None, len(queries), slots)
     seconds = time.perf_counter() - began
     world.train()
-    return Proven(proven, score[:-1], transitions, int(state["dropped"].sum()), seconds)
+    return Proven(
+        totals["proven"] > 0,
+        totals["score"],
+        int(totals["transitions"].sum()),
+        int(totals["dropped"].sum()),
+        seconds,
+    )
 
 
 def to_triples(keys: Tensor, entities: int) -> Tensor:
@@ -232,11 +231,17 @@ class Ranked(NamedTuple):
 
 
 def rank(
-    world: ProofWorld, steps: Steps, questions: Questions, negatives: Tensor, slots: int
+    world: ProofWorld,
+    prover: Prover,
+    questions: Questions,
+    negatives: Tensor,
+    slots: int,
+    step: Step | None = None,
 ) -> Ranked:
     """Prove all derivable candidates of the questions and rank by score."""
     keys = derivable(world, questions)
-    found = prove_all(world, steps, to_triples(keys, world.graph.num_entities), slots)
+    queries = to_triples(keys, world.graph.num_entities)
+    found = prove_all(world, prover, queries, slots, step)
     metrics = evaluate_scores(world.graph, questions, keys, found.score, negatives)
     place, known = find(keys, questions.answers)
     metrics["proved_fraction"] = float((known & found.proven[place]).double().mean())
@@ -280,26 +285,24 @@ def train_prover(
         save_every: seconds between saves; an interrupt loses at most this much.
     """
     began = time.perf_counter()
-    steps = Steps(world, prover, config.compile)
     candidates = {}
     if config.imitation_steps and prover.use_prior:
         file = checkpoint and checkpoint.with_suffix(".imitation.pt")
-        _train(world, prover, steps, config, seed, "imitation", report, file, save_every)
+        _train(world, prover, config, seed, "imitation", report, file, save_every)
         candidates["imitation"] = _copy(prover)
     if config.ppo_steps:
         file = checkpoint and checkpoint.with_suffix(".ppo.pt")
-        _train(world, prover, steps, config, seed + 1, "ppo", report, file, save_every)
+        _train(world, prover, config, seed + 1, "ppo", report, file, save_every)
         candidates["ppo"] = _copy(prover)
     result = {"training_seconds": time.perf_counter() - began}
     if prover.use_prior and len(world.graph.splits["valid"]):
-        result |= _choose(world, prover, steps, candidates, config)
+        result |= _choose(world, prover, candidates, config)
     return result
 
 
 def _train(
     world: ProofWorld,
     prover: Prover,
-    steps: Steps,
     config: TrainConfig,
     seed: int,
     phase: str,
@@ -333,12 +336,10 @@ def _train(
         if kept:
             state = TensorDict(kept, batch_size=[config.slots])
     buffer = RolloutBuffer(config.ticks)
+    tick = fused_step(world, Student(prover, imitating), config.compile)
     for step in range(start, total):
         update.set_learning_rate(rate * (1 - step / total))
-        buffer.reset()
-        while not buffer.full:
-            state, record = steps.rollout(state, imitating)
-            buffer.add(record)
+        state, _ = collect(tick, state, None, buffer)
         assert buffer.data is not None
         data = buffer.data
         numbers: dict[str, Tensor] = {}
@@ -408,19 +409,19 @@ def _add_advantages(
 def _choose(
     world: ProofWorld,
     prover: Prover,
-    steps: Steps,
     candidates: dict[str, dict[str, Tensor]],
     config: TrainConfig,
 ) -> dict[str, float]:
     """Keep the weights and the trust that rank the validation split best; ties to less trust."""
     questions = pose(world.graph, world.closure, "valid")
     negatives = sampled_negatives(world.graph, questions, 100, seed=1)
+    step = fused_step(world, Searcher(prover), config.compile)
     best, chosen = (-1.0, 0.0), ("symbolic", 0.0)
     result = {}
     for name, weights in candidates.items():
         for trust in TRUSTS:
             prover.load_state_dict(weights | {"trust": torch.tensor(trust)})
-            found = rank(world, steps, questions, negatives, config.slots).metrics
+            found = rank(world, prover, questions, negatives, config.slots, step).metrics
             score = round(selection_score(found), 4)
             result[f"valid_{name}_{trust}"] = score
             # Between equals a little trust: it orders what the baseline leaves tied.

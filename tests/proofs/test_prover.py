@@ -9,8 +9,9 @@ import torch
 
 from pipeline.export.onnx import export_onnx
 from pipeline.files import HamletError
+from pipeline.learning.rollout import fused_step
 from pipeline.learning.train_prover import (
-    Steps,
+    Student,
     TrainConfig,
     build_prover,
     prove_all,
@@ -49,7 +50,7 @@ def symbolic(world, questions):
 
 def test_untrained_it_ranks_exactly_as_the_symbolic_baseline(world, questions):
     prover = build_prover(world)
-    found = rank(world, Steps(world, prover, False), *questions, 64)
+    found = rank(world, prover, *questions, 64)
     for name, value in symbolic(world, questions).items():
         assert found.metrics[name] == pytest.approx(value, abs=1e-9)
     assert bool(found.proven.proven.all())
@@ -60,7 +61,7 @@ def test_training_does_not_fall_below_the_baseline_on_the_validation_split(world
     result = train_prover(world, prover, TINY, seed=0)
     asked = pose(world.graph, world.closure, "valid")
     questions = asked, sampled_negatives(world.graph, asked, 100, 1)
-    found = rank(world, Steps(world, prover, False), *questions, 64).metrics
+    found = rank(world, prover, *questions, 64).metrics
     assert found["mrr_all"] >= symbolic(world, questions)["mrr_all"] - 1e-6
     assert result["training_seconds"] > 0
 
@@ -181,8 +182,8 @@ def test_saved_and_loaded_it_scores_the_same(world, tmp_path):
     save_prover(tmp_path / "prover", prover, world, rounds=4)
     loaded, again = load_prover(tmp_path / "prover")
     queries = world.graph.splits["test"]
-    one = prove_all(world, Steps(world, prover, False), queries, 16)
-    two = prove_all(again, Steps(again, loaded, False), queries, 16)
+    one = prove_all(world, prover, queries, 16)
+    two = prove_all(again, loaded, queries, 16)
     assert torch.equal(one.score, two.score)
     (tmp_path / "prover" / "weights.pt").write_bytes(b"broken")
     with pytest.raises(HamletError, match="does not match its card"):
@@ -259,19 +260,19 @@ def test_ranks_are_filtered_and_ties_count_half():
 def test_the_rollout_step_is_one_graph_and_equals_eager():
     world = build_world(kinship_graph(2, 3), rounds=3)
     torch.manual_seed(0)
-    steps = Steps(world, build_prover(world), False)
+    step = fused_step(world, Student(build_prover(world), imitate=False))
     graphs = []
 
     def count(module, inputs):
         graphs.append(module)
         return module.forward
 
-    traced = torch.compile(steps._rollout, fullgraph=True, backend=count)
+    traced = torch.compile(step, fullgraph=True, backend=count)
     world.train()
     one = two = world.reset(0, 16)
     for _ in range(6):
-        one, a = steps.rollout(one, False)
-        two, b = traced(two, False)
+        one, _, a = step(one, None)
+        two, _, b = traced(two, None)
         assert torch.equal(a["action"], b["action"])
         assert torch.equal(one["goals"], two["goals"])
         np.testing.assert_allclose(a["log_prob"], b["log_prob"], atol=1e-5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.files import HamletError
-from pipeline.learning.train_prover import Steps, build_prover, expert_action, prove_all
+from pipeline.learning.train_prover import build_prover, expert_action, prove_all
 from pipeline.proofs import ProofWorld, WorldConfig, build_world, load_graph
 from pipeline.proofs.closure import close
 from pipeline.proofs.kinship import kinship_graph
@@ -168,8 +168,7 @@ def test_unary_skipping_saves_steps_and_changes_no_outcome():
     results = []
     for skips in (0, 1, 5):
         world = ProofWorld(graph, closure, WorldConfig(unary_skips=skips))
-        steps = Steps(world, build_prover(world), False)
-        found = prove_all(world, steps, graph.splits["test"], 2)
+        found = prove_all(world, build_prover(world), graph.splits["test"], 2)
         assert found.proven.tolist() == [True, False]
         results.append(found.transitions)
     assert results[0] > results[1] > results[2]
@@ -177,16 +176,15 @@ def test_unary_skipping_saves_steps_and_changes_no_outcome():
 
 def test_results_do_not_depend_on_slots_or_order_and_every_case_finishes_once(world, prover):
     queries = torch.cat([world.graph.splits["test"], world.graph.splits["valid"]])
-    steps = Steps(world, prover, False)
-    base = prove_all(world, steps, queries, 16)
+    base = prove_all(world, prover, queries, 16)
     assert int(base.proven.sum()) > 0
     for slots in (1, 7, len(queries), len(queries) + 9):
-        other = prove_all(world, steps, queries, slots)
+        other = prove_all(world, prover, queries, slots)
         assert torch.equal(base.proven, other.proven)
         assert torch.allclose(base.score, other.score, atol=1e-5)
         assert base.transitions == other.transitions
     order = torch.randperm(len(queries), generator=torch.Generator().manual_seed(0))
-    shuffled = prove_all(world, steps, queries[order], 16)
+    shuffled = prove_all(world, prover, queries[order], 16)
     assert torch.equal(base.proven[order], shuffled.proven)
     assert torch.allclose(base.score[order], shuffled.score, atol=1e-5)
 

@@ -1,0 +1,116 @@
+"""One tick of any world with any player, fused; and its two drivers, experience and evaluation.
+
+Both worlds share it. A world has `reset(seed, slots)`, `observe(state)`,
+`step_and_reset_core(state, actions)`, `playing(state)` and the modes `train()` and `eval(cases)`;
+state is a TensorDict of batch [B]. A player is a pure function of what it sees, and carries what it
+remembers from tick to tick.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from pipeline.learning.buffer import RolloutBuffer
+
+Record = dict[str, Tensor]
+Step = Callable[..., tuple[TensorDict, Any, Record]]
+
+
+class World(Protocol):
+    def reset(self, seed: int, num_worlds: int) -> TensorDict: ...
+    def observe(self, state: TensorDict) -> TensorDict: ...
+    def step_and_reset_core(self, state: TensorDict, actions: Tensor) -> TensorDict: ...
+    def playing(self, state: TensorDict) -> tuple[Tensor, Tensor]: ...
+
+
+class Player(Protocol):
+    def act(
+        self, state: TensorDict, seen: TensorDict, memory: Any, *context: Any
+    ) -> tuple[Tensor, Any, Record]:
+        """The actions for this tick, the new memory, and what to record of the decision."""
+        ...
+
+    def outcome(self, before: TensorDict, after: TensorDict, memory: Any) -> tuple[Any, Record]:
+        """The memory without what ended lives knew, and what to record of the world's answer."""
+        ...
+
+
+def fused_step(world: World, player: Player, compile: bool = False) -> Step:
+    """`step(state, memory, *context) -> (state, memory, record)`: observe, act, step and reset.
+
+    One graph when compiled. The player's modules inside stay uncompiled modules, so new weights are
+    seen, and one engine and one set of weights serve rollouts and evaluation. No input is mutated.
+    """
+
+    @torch.no_grad()
+    def step(
+        state: TensorDict, memory: Any, *context: Any
+    ) -> tuple[TensorDict, Any, dict[str, Tensor]]:
+        action, memory, record = player.act(state, world.observe(state), memory, *context)
+        after = world.step_and_reset_core(state, action)
+        memory, answer = player.outcome(state, after, memory)
+        return after, memory, record | answer
+
+    return torch.compile(step, fullgraph=True) if compile else step
+
+
+def collect(
+    step: Step,
+    state: TensorDict,
+    memory: Any,
+    buffer: RolloutBuffer,
+    contexts: Iterable[tuple[Any, ...]] | None = None,
+) -> tuple[TensorDict, Any]:
+    """Fill `buffer` with the records of its T ticks; returns the state and memory that follow.
+
+    Args:
+        contexts: extra arguments of `step`, tick by tick.
+    """
+    buffer.reset()
+    for context in contexts or [()] * buffer.ticks:
+        state, memory, record = step(state, memory, *context)
+        buffer.add(record)
+    return state, memory
+
+
+def evaluate(
+    world: World,
+    step: Step,
+    memory: Any,
+    cases: int,
+    slots: int,
+    seed: int = 0,
+    watch: Callable[[TensorDict], None] | None = None,
+) -> dict[str, Tensor]:
+    """Play every case of a world in `eval` mode exactly once; finished slots take the next case.
+
+    The results do not depend on the number of slots.
+
+    Args:
+        step: of a player whose record holds, per slot, what is to be added up over each case.
+        memory: of the player, for `slots` slots.
+        watch: told the state before every tick.
+
+    Returns:
+        float64 [cases, ...] sums of every entry of the record.
+    """
+    state = world.reset(seed, slots)
+    totals: dict[str, Tensor] = {}
+    while True:
+        case, playing = world.playing(state)
+        if not bool(playing.any()):
+            return {name: total[:cases] for name, total in totals.items()}
+        if watch:
+            watch(state)
+        state, memory, record = step(state, memory)
+        row = torch.where(playing, case, cases)  # slots without a case add to a row of their own
+        for name, value in record.items():
+            if name not in totals:
+                shape = (cases + 1, *value.shape[1:])
+                totals[name] = torch.zeros(shape, dtype=torch.float64, device=value.device)
+            totals[name].index_add_(0, row, value.double())

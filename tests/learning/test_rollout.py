@@ -1,0 +1,140 @@
+"""The fused step of both worlds, and its two drivers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeline.learning.buffer import RolloutBuffer
+from pipeline.learning.rollout import collect, evaluate, fused_step
+from pipeline.town import Scripted, Town, load_pack
+
+LIFE = 40
+
+
+class Wanderers:
+    """Scripted characters that record what happened; what they counted ends with a life."""
+
+    def __init__(self, town, names):
+        self.scripted = Scripted(town, names, seed=0)
+
+    def act(self, state, seen, memory, *context):
+        action, _, mind = self.scripted.act(state, memory["mind"])
+        return action, {"mind": mind, "age": memory["age"] + 1}, {"age": memory["age"]}
+
+    def outcome(self, before, after, memory):
+        record = {
+            "reward": after["reward"],
+            "ticks": before["alive"],
+            "lives": after["done"].all(1),
+        }
+        age = torch.where(after["episode_over"], 0, memory["age"])
+        return {"mind": memory["mind"], "age": age}, record
+
+    def start(self, world):
+        return {"mind": self.scripted.reset(world), "age": torch.zeros(len(world))}
+
+
+@pytest.fixture(scope="module")
+def town():
+    pack = load_pack("l4_contention")
+    return Town(pack.model_copy(update={"lifespan": LIFE}), num_layouts=8)
+
+
+def played(town, cases, slots, names=("random",)):
+    player = Wanderers(town, list(names))
+    town.eval(cases)
+    memory = player.start(town.reset(3, slots))
+    states = []
+    totals = evaluate(town, fused_step(town, player), memory, cases, slots, 3, states.append)
+    town.train()
+    return totals, states
+
+
+def test_every_case_is_played_once_whatever_the_number_of_slots(town):
+    whole, _ = played(town, 13, 13)
+    assert torch.equal(whole["lives"], torch.ones(13, dtype=torch.float64))
+    assert whole["ticks"].min() >= 1
+    assert len(whole["reward"].unique()) > 13
+    for slots in (1, 4, 5, 20):
+        recycled, states = played(town, 13, slots)
+        for name, value in whole.items():
+            assert torch.equal(value, recycled[name]), (slots, name)
+        assert states[0]["over"].sum() == max(0, slots - 13)
+
+
+def test_a_slot_takes_the_next_case_as_soon_as_its_life_is_over(town):
+    _, states = played(town, 6, 2, names=["rest"])
+    for state in states:
+        assert not bool(state["over"].all())
+    assert len(states) <= 3 * LIFE
+
+
+def test_evaluation_and_rollout_do_not_touch_each_other(town):
+    player = Wanderers(town, ["random"])
+    step = fused_step(town, player)
+
+    def rollout(between):
+        world = town.reset(0, 5)
+        memory = player.start(world)
+        buffer = RolloutBuffer(LIFE)
+        world, memory = collect(step, world, memory, buffer)
+        if between:
+            played(town, 7, 3)
+        world, memory = collect(step, world, memory, buffer)
+        return world, buffer.data
+
+    (one, first), (two, second) = rollout(False), rollout(True)
+    assert all(torch.equal(one[name], two[name]) for name in one.keys())  # noqa: SIM118
+    assert all(torch.equal(first[name], second[name]) for name in first.keys())  # noqa: SIM118
+
+
+def test_a_step_mutates_nothing_and_the_memory_ends_with_the_life(town):
+    player = Wanderers(town, ["random"])
+    step = fused_step(town, player)
+    world = town.reset(1, 4)
+    memory = player.start(world)
+    ended = 0
+    for _ in range(LIFE + 1):
+        before = world.clone()
+        after, following, record = step(world, memory)
+        assert all(torch.equal(before[name], world[name]) for name in world.keys())  # noqa: SIM118
+        expected = torch.where(after["episode_over"], 0, record["age"] + 1)
+        assert torch.equal(following["age"], expected)
+        ended += int(after["episode_over"].sum())
+        world, memory = after, following
+    assert ended >= 4
+
+
+def test_a_full_buffer_is_asked_tick_by_tick_with_its_context(town):
+    class Told(Wanderers):
+        def act(self, state, seen, memory, number):
+            action, memory, record = super().act(state, seen, memory)
+            return action, memory, record | {"told": torch.full((len(state),), number)}
+
+    player = Told(town, ["random"])
+    world = town.reset(0, 2)
+    buffer = RolloutBuffer(3)
+    contexts = [(number,) for number in (7, 8, 9)]
+    collect(fused_step(town, player), world, player.start(world), buffer, contexts)
+    assert buffer.data["told"].tolist() == [[7, 7], [8, 8], [9, 9]]
+
+
+@pytest.mark.slow
+def test_compiled_it_is_one_graph_and_equals_eager(town):
+    player = Wanderers(town, ["random"])
+    world = town.reset(0, 3)
+    graphs = []
+
+    def count(module, inputs):
+        graphs.append(module)
+        return module.forward
+
+    step = fused_step(town, player)
+    traced = torch.compile(step, fullgraph=True, backend=count)
+    one = two = (world, player.start(world))
+    for _ in range(8):
+        *one, first = step(*one)
+        *two, second = traced(*two)
+        assert all(torch.equal(first[name], second[name]) for name in first)
+    assert len(graphs) == 1

@@ -108,6 +108,7 @@ class PolicyParams(Section):
     gamma: float = Field(gt=0, lt=1)
     lam: float = Field(ge=0, le=1, description="lambda of generalised advantage estimation")
     clip: float = Field(gt=0, lt=1)
+    max_kl: float = Field(gt=0, description="PPO begins no further epoch beyond this divergence")
     entropy: float = Field(ge=0, description="initial weight of both entropies; falls to a tenth")
 
 

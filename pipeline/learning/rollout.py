@@ -1,4 +1,4 @@
-"""One tick of any world with any player, fused; and its two drivers, experience and evaluation.
+"""One tick of any world with any player, fused; and what drives it: experience, evaluation.
 
 Both worlds share it. A world has `reset(seed, slots)`, `observe(state)`,
 `step_and_reset_core(state, actions)`, `playing(state)` and the modes `train()` and `eval(cases)`;
@@ -8,14 +8,18 @@ remembers from tick to tick.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from pipeline.learning.buffer import RolloutBuffer
+
+if TYPE_CHECKING:
+    from pipeline.learning.update import Update
 
 Record = dict[str, Tensor]
 Step = Callable[..., tuple[TensorDict, Any, Record]]
@@ -76,6 +80,31 @@ def collect(
         state, memory, record = step(state, memory, *context)
         buffer.add(record)
     return state, memory
+
+
+def learn(
+    update: Update,
+    buffer: RolloutBuffer,
+    epochs: int,
+    minibatches: int,
+    generator: torch.Generator,
+    max_kl: float = math.inf,
+) -> Record:
+    """Update on every row of a full buffer, `epochs` times over; returns the last diagnostics.
+
+    Args:
+        max_kl: no further epoch begins once `approx_kl` (nats) of a minibatch went above it: the
+            early stop of Spinning Up's PPO (Achiam 2018). Looked at once per epoch.
+    """
+    diagnostics: Record = {}
+    for _ in range(epochs):
+        divergence = []
+        for batch in buffer.minibatches(minibatches, generator):
+            diagnostics = update(batch)
+            divergence += [diagnostics["approx_kl"]] if "approx_kl" in diagnostics else []
+        if divergence and bool(torch.stack(divergence).max() > max_kl):
+            break
+    return diagnostics
 
 
 def evaluate(

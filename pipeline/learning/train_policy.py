@@ -29,7 +29,7 @@ from pipeline.learning.losses import (
     weighted_mean,
 )
 from pipeline.learning.returns import gae
-from pipeline.learning.rollout import Record, collect, fused_step
+from pipeline.learning.rollout import Record, collect, fused_step, learn
 from pipeline.learning.update import Update
 from pipeline.modules.agent import AgentState, Mind
 from pipeline.modules.contracts import METERS, Features, TownShape, observation_from
@@ -333,9 +333,7 @@ def train_policy(
             update.set_learning_rate(params.learning_rate * max(left, 0.05))
             entropy_coef.fill_(params.entropy * max(left, 0.1))
         parts = params.imitation_minibatches if imitating else params.minibatches
-        for _ in range(params.epochs):
-            for batch in buffer.minibatches(parts, rng):
-                metrics = update(batch)
+        metrics = learn(update, buffer, params.epochs, parts, rng, params.max_kl)
         score, scores = episode_scores(buffer, score, scores)
         log.record(iteration, metrics | {"mean_return": scores[0]})
         saved.save(

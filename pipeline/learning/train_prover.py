@@ -29,7 +29,7 @@ from pipeline.learning.losses import (
     weighted_mean,
 )
 from pipeline.learning.returns import gae
-from pipeline.learning.rollout import Record, Step, collect, evaluate, fused_step
+from pipeline.learning.rollout import Record, Step, collect, evaluate, fused_step, learn
 from pipeline.learning.update import Update
 from pipeline.proofs.knowledge import find
 from pipeline.proofs.policy import Prover, ProverInput, ProverShape, entity_signature
@@ -342,16 +342,10 @@ def _train(
         state, _ = collect(tick, state, None, buffer)
         assert buffer.data is not None
         data = buffer.data
-        numbers: dict[str, Tensor] = {}
         if not imitating:
             _add_advantages(world, prover, data, state, config)
-        stop = False
-        for _ in range(1 if imitating else config.epochs):
-            for batch in buffer.minibatches(config.minibatches, generator):
-                numbers = update(batch)
-                stop = stop or (not imitating and bool(numbers["approx_kl"] > config.max_kl))
-            if stop:
-                break
+        epochs = 1 if imitating else config.epochs
+        numbers = learn(update, buffer, epochs, config.minibatches, generator, config.max_kl)
         ended = data["done"].sum().clamp(min=1)
         numbers["return"] = (data["reward"] * data["done"]).sum() / ended
         if report:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from pipeline.learning.buffer import RolloutBuffer
-from pipeline.learning.rollout import collect, evaluate, fused_step
+from pipeline.learning.rollout import collect, evaluate, fused_step, learn
+from pipeline.learning.update import Update
 from pipeline.town import Scripted, Town, load_pack
 
 LIFE = 40
@@ -138,3 +139,31 @@ def test_compiled_it_is_one_graph_and_equals_eager(town):
         *two, second = traced(*two)
         assert all(torch.equal(first[name], second[name]) for name in first)
     assert len(graphs) == 1
+
+
+def test_an_epoch_too_far_from_the_old_policy_is_the_last():
+    weight = torch.nn.Parameter(torch.zeros(1))
+    buffer = RolloutBuffer(4)
+    for _ in range(4):
+        buffer.add({"x": torch.ones(3)})
+
+    def loss(batch):
+        return -(weight * batch["x"]).mean(), {"approx_kl": weight.detach().abs().squeeze()}
+
+    def steps_taken(max_kl):
+        weight.data.zero_()
+        counted = []
+
+        def counting(batch):
+            counted.append(len(batch["x"]))
+            return loss(batch)
+
+        update = Update(counting, [weight], learning_rate=0.1)
+        learn(update, buffer, 5, 2, torch.Generator().manual_seed(0), max_kl)
+        assert set(counted) == {6}
+        return len(counted)
+
+    # Before step n the divergence is 0.1 n: the second epoch ends at 0.3, the third at 0.5.
+    assert steps_taken(10.0) == 10
+    assert steps_taken(0.45) == 6
+    assert steps_taken(0.25) == 4

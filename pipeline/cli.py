@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec
@@ -298,6 +301,47 @@ def prove(
         print(answer)
     if not answers:
         print(f"nothing that can be proven answers {question}")
+
+
+# ------------------------------------------------------------------------------------------------
+# profile
+
+
+class Trained(StrEnum):
+    """Stages that train a module step by step."""
+
+    perception = "perception"
+    world_model = "world_model"
+    social = "social"
+    policy = "policy"
+
+
+@app.command()
+@told_in_one_line
+def profile(
+    stage: Annotated[Trained, typer.Argument(help="The stage whose training is watched.")],
+    skip: Annotated[int, typer.Option(min=1, help="Steps before the window, to warm up.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Steps in the window.")] = 5,
+    out: Annotated[Path, typer.Option(help="Folder for the table and the trace.")] = Path(
+        "profiles"
+    ),
+) -> None:
+    """Where a training's time goes: a table, and a trace for chrome://tracing.
+
+    Runs the stage's first steps on the outputs of those before it; changes no output.
+    """
+    _needs_training_packages("profile")
+    folder = out / stage.value
+    folder.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(
+        [sys.executable, "-m", f"stages.{stage.value}"],
+        env=os.environ | {"HAMLET_PROFILE": f"{skip}:{steps}:{folder}"},
+        check=False,
+    )
+    if done.returncode:
+        raise typer.Exit(done.returncode)
+    print((folder / "profile.txt").read_text(), end="")
+    print(f"the trace is {folder / 'trace.json.gz'}: open it in chrome://tracing or Perfetto")
 
 
 # ------------------------------------------------------------------------------------------------

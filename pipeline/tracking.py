@@ -158,7 +158,7 @@ def stage_run(stage: str, params: BaseModel | None = None) -> Iterator["StageRun
     """Track one stage: a child run under the parent of this execution.
 
     Logs the stage's section of `params` with the seed and the town, git and system info, and ends
-    as FINISHED, FAILED (an exception) or KILLED (Ctrl-C). A finished stage leaves
+    as FINISHED, FAILED (an exception) or KILLED (Ctrl-C). A stage that made its outputs leaves
     `artifacts/runs/<stage>.json`, from which a later execution that takes the stage from the cache
     links to the run that made it.
     """
@@ -167,7 +167,10 @@ def stage_run(stage: str, params: BaseModel | None = None) -> Iterator["StageRun
     try:
         yield run
     except (KeyboardInterrupt, SystemExit) as stop:
-        run.finish("KILLED" if _is_interrupt(stop) else "FAILED", "interrupted")
+        if getattr(stop, "code", None) == 0:  # a profile: done, with nothing made
+            run.finish("FINISHED")
+        else:
+            run.finish("KILLED" if _is_interrupt(stop) else "FAILED", "interrupted")
         raise
     except BaseException as error:
         run.finish("FAILED", f"{type(error).__name__}: {error}")

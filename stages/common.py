@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
@@ -34,6 +35,7 @@ from pipeline.tracking import StageRun, is_dvc, repo_root, stage_run
 
 T = TypeVar("T")
 PLAIN_SECONDS = 10.0
+PROFILE = "HAMLET_PROFILE"  # SKIP:STEPS:FOLDER while `hamlet profile` runs a stage
 _console = Console(stderr=True)
 
 
@@ -59,6 +61,8 @@ class Stage:
         and `extra`: other work never resumes from it. Removed when the stage succeeds. If another
         process is doing the very same work, this one gets a folder of its own.
         """
+        if PROFILE in os.environ:
+            return Path(self._stack.enter_context(TemporaryDirectory()))
         dumped = self.params.model_dump(mode="json")
         sections = {k: dumped.get(k) for k in ("seed", "town", "compile", self.name)}
         hashes = [sha256_path(path) for path in inputs]

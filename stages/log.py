@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from torch import Tensor
 
-from pipeline.files import atomic_path
-from stages.common import Stage, progress
+from pipeline.files import HamletError, atomic_path
+from pipeline.profiling import Watch, profiled
+from stages.common import PROFILE, Stage, progress
 
 
 class StageLog:
@@ -32,8 +34,34 @@ class StageLog:
             with self.kept.open() as file:
                 rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
             self.rows = [row for row in rows if row["step"] < start]
+        window = os.environ.get(PROFILE)
+        if window:
+            return self._profiled(total, *window.split(":", 2))
         self.bar = progress(total, self.stage.name, start)
         return self.bar
+
+    def _profiled(self, total: int, skip: str, count: str, folder: str) -> Iterable[int]:
+        """Steps until the window is over; then the table, and the end of the process.
+
+        Nothing of what the stage was to make is written. See `hamlet profile`.
+        """
+        trace, table = Path(folder) / "trace.json.gz", Path(folder) / "profile.txt"
+        needed = int(skip) + int(count) + 1
+        if needed > total:
+            raise HamletError(
+                f"{self.stage.name} takes {total} steps, the window ends at {needed}",
+                "give smaller --skip and --steps",
+            )
+        self.bar = progress(needed, f"profile {self.stage.name}")
+        for item in profiled(self.bar, int(skip), int(count), trace):
+            if isinstance(item, Watch):
+                with atomic_path(table) as temporary:
+                    temporary.write_text(item.table() + "\n")
+                self.stage.run.metrics({f"share_{k}": v for k, v in item.shares().items()})
+                self.stage.run.artifact(table)
+                self.stage.run.artifact(trace)
+                raise SystemExit(0)
+            yield item
 
     def record(self, step: int, metrics: dict[str, Tensor]) -> None:
         if step % self.every:

@@ -180,6 +180,23 @@ def test_a_deleted_database_is_filled_again_with_one_version(copy):
 # hamlet act, with and without PyTorch
 
 
+def test_a_profile_accounts_for_the_time_and_makes_nothing_else(tiny, tmp_path):
+    before = hashes(tiny)
+    done = tiny.hamlet("profile", "policy", "--skip", "9", "--steps", "1", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = re.findall(r"^(\w+) +([\d.]+)% +([\d.]+)$", done.stdout, re.M)
+    shares = {name: float(share) for name, share, _ in rows}
+    assert shares.pop("all") == 100.0
+    assert {"environment", "perception", "social", "imagination", "policy", "loss"} <= shares.keys()
+    assert "expert" not in shares  # the tenth step is the first of PPO
+    assert shares.get("other", 0.0) < 5.0
+    assert sum(shares.values()) == pytest.approx(100.0, abs=0.5)
+    assert (tmp_path / "policy" / "trace.json.gz").stat().st_size > 10_000
+    assert hashes(tiny) == before
+    wrong = tiny.hamlet("profile", "policy", "--skip", "99", "--out", str(tmp_path))
+    assert "give smaller --skip" in sentence(wrong)
+
+
 def test_act_answers_the_same_without_torch(tiny, tmp_path):
     home = tmp_path / "small"
     venv.create(home, with_pip=True)

@@ -8,6 +8,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from pipeline.profiling import region
+
 
 class RolloutBuffer:
     """T ticks of S slots. Storage is allocated at the first `add` and keeps its addresses."""
@@ -47,4 +49,6 @@ class RolloutBuffer:
         flat = self.data.flatten(0, 1)
         order = torch.randperm(flat.shape[0], generator=generator)
         for index in order.tensor_split(count) if count > 1 else [order]:
-            yield flat[index]
+            with region("data"):
+                batch = flat[index]
+            yield batch

@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pipeline.learning.buffer import RolloutBuffer
+from pipeline.profiling import region
 
 if TYPE_CHECKING:
     from pipeline.learning.update import Update
@@ -55,8 +56,12 @@ def fused_step(world: World, player: Player, compile: bool = False) -> Step:
     def step(
         state: TensorDict, memory: Any, *context: Any
     ) -> tuple[TensorDict, Any, dict[str, Tensor]]:
-        action, memory, record = player.act(state, world.observe(state), memory, *context)
-        after = world.step_and_reset_core(state, action)
+        with region("environment"):
+            seen = world.observe(state)
+        with region("policy"):
+            action, memory, record = player.act(state, seen, memory, *context)
+        with region("environment"):
+            after = world.step_and_reset_core(state, action)
         memory, answer = player.outcome(state, after, memory)
         return after, memory, record | answer
 
@@ -78,7 +83,8 @@ def collect(
     buffer.reset()
     for context in contexts or [()] * buffer.ticks:
         state, memory, record = step(state, memory, *context)
-        buffer.add(record)
+        with region("data"):
+            buffer.add(record)
     return state, memory
 
 

@@ -11,6 +11,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from pipeline.profiling import region
+
 PER_WORLD = ("first", "places", "hour")
 
 
@@ -53,13 +55,14 @@ class Lanes:
 
     def read(self) -> TensorDict:
         """The next [chunk, lanes * N] of every lane; `first` is True where a life begins."""
-        ticks = self.start.unsqueeze(0) + torch.arange(self.chunk).unsqueeze(1)
-        chunk = self.data[ticks, self.world.unsqueeze(0).expand_as(ticks)]
-        self.start = self.start + self.chunk
-        over = self.start >= self.data.shape[0]
-        self.world = torch.where(over, self._draw(len(over)), self.world)
-        self.start = torch.where(over, 0, self.start)
-        return per_agent(chunk)
+        with region("data"):
+            ticks = self.start.unsqueeze(0) + torch.arange(self.chunk).unsqueeze(1)
+            chunk = self.data[ticks, self.world.unsqueeze(0).expand_as(ticks)]
+            self.start = self.start + self.chunk
+            over = self.start >= self.data.shape[0]
+            self.world = torch.where(over, self._draw(len(over)), self.world)
+            self.start = torch.where(over, 0, self.start)
+            return per_agent(chunk)
 
     def state_dict(self) -> dict[str, Any]:
         return {

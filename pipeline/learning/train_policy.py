@@ -35,6 +35,7 @@ from pipeline.modules.agent import AgentState, Mind
 from pipeline.modules.contracts import METERS, Features, TownShape, observation_from
 from pipeline.modules.critic import Critic, privileged_features
 from pipeline.params import CompileParams, PolicyParams
+from pipeline.profiling import region
 from pipeline.town import Scripted, Town, counter_uniform
 
 GOAL_STREAM, ACTION_STREAM = 1000, 2000
@@ -132,7 +133,8 @@ class Learner:
         )
         acted, remembered = action.unflatten(0, (-1, n)), memory.expert
         if self.expert is not None:
-            expert_action, expert_goal, remembered = self.expert.act(world, remembered)
+            with region("expert"):
+                expert_action, expert_goal, remembered = self.expert.act(world, remembered)
             acted = torch.where(driven.unsqueeze(-1), expert_action, acted)
             record["expert_action"] = expert_action.flatten()
             record["expert_goal"] = expert_goal.flatten()
@@ -320,7 +322,8 @@ def train_policy(
         clocks = range(iteration * params.rollout, (iteration + 1) * params.rollout)
         contexts = [(None if imitating else deliberating(clock), driven) for clock in clocks]
         world, memory = collect(steps[imitating], world, memory, buffer, contexts)
-        add_advantages(buffer, learners[imitating], world, params)
+        with region("loss"):
+            add_advantages(buffer, learners[imitating], world, params)
         if imitating:
             update = imitation
             left = 1 - iteration / params.imitation_iterations
@@ -334,7 +337,8 @@ def train_policy(
             entropy_coef.fill_(params.entropy * max(left, 0.1))
         parts = params.imitation_minibatches if imitating else params.minibatches
         metrics = learn(update, buffer, params.epochs, parts, rng, params.max_kl)
-        score, scores = episode_scores(buffer, score, scores)
+        with region("data"):
+            score, scores = episode_scores(buffer, score, scores)
         log.record(iteration, metrics | {"mean_return": scores[0]})
         saved.save(
             iteration + 1,

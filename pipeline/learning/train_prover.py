@@ -1,8 +1,8 @@
-"""Training of the prover: imitation of the symbolic baseline with labels, then PPO, then a choice.
+"""Training of the prover: imitation of the symbolic baseline with labels, then PPO.
 
-Both phases run through the same buffer, update step, losses and returns as the town's policy. How
-far the learnt corrections are trusted is chosen on the validation split, with "not at all" among
-the choices, so the prover never starts or ends below the symbolic baseline there.
+Both phases run through the same buffer, update step, losses and returns as the town's policy. When
+to stop and how far to trust the learnt corrections is chosen on the validation split, with "not at
+all" among the choices, so the prover never starts or ends below the symbolic baseline there.
 """
 
 from __future__ import annotations
@@ -39,15 +39,17 @@ from pipeline.proofs.ranking import (
     evaluate_scores,
     pose,
     sampled_negatives,
+    surprise,
 )
-from pipeline.proofs.unify import beam_search
+from pipeline.proofs.search import find_proofs
 from pipeline.proofs.world import ProofWorld
 from pipeline.town.counter import counter_uniform
 
 _SAMPLE = 64  # first stream of the action sampler
-BEAM_SEARCHES, BEAM_DEPTH = 200, 10  # queries searched breadth-first, and how deep
-MAX_PASSES = 120  # times that imitation goes over the training pool, at most, beyond 20 steps
 TRUSTS = (0.0, 0.03, 0.1, 0.3, 1.0)
+LOOKS = 15  # times in a phase that the validation split is looked at
+MAX_CHOOSING = 3000  # triples to choose by, at most
+CHUNK = 4096  # queries observed at a time
 Report = Callable[[str, int, int, dict[str, Tensor]], None]
 
 
@@ -158,9 +160,9 @@ class Proven(NamedTuple):
     Attributes:
         proven: bool [Q] the search found a proof.
         score: float64 [Q] log-odds of going on at the root; UNPROVEN without a proof.
-        transitions: resolution steps made by slots that had a query.
-        dropped: successors beyond the budget.
-        seconds: of the search alone, without compilation if the steps were warm.
+        transitions: resolution steps of the greedy search, of slots that had a query.
+        dropped: successors beyond its budget.
+        seconds: of everything.
     """
 
     proven: Tensor
@@ -175,48 +177,38 @@ def prove_all(
 ) -> Proven:
     """Search greedily for a proof of each query int64 [Q, 3]; finished slots take the next one.
 
-    What the learnt choices miss is searched once more by the symbolic evidence alone, and what that
-    misses breadth-first, so learning never loses a proof; the score stays the learnt
-    one. The results do not depend on the number of slots nor on the order of the queries.
+    What the learnt choices miss is searched again by the symbolic evidence, so learning never loses
+    a proof; the score stays the learnt one. The results do not depend on the number of slots nor on
+    the order of the queries.
 
     Args:
         step: a compiled `fused_step(world, Searcher(prover))` to use again; None: eager.
     """
-    step = step or fused_step(world, Searcher(prover))
-    first = _search(world, step, queries, slots)
-    missed = ~first.proven
-    if not prover.use_prior or not bool(missed.any()):
-        return first._replace(score=torch.where(first.proven, first.score, UNPROVEN))
-    trust = prover.trust.clone()
-    prover.trust.zero_()
-    again = _search(world, step, queries[missed], slots)
-    prover.trust.copy_(trust)
-    proven = first.proven.clone()
-    proven[missed] = again.proven
-    for case in (~proven).nonzero().flatten()[:BEAM_SEARCHES].tolist():
-        proven[case] = beam_search(world.engine, queries[case], BEAM_DEPTH)
-    return Proven(
-        proven,
-        torch.where(proven, first.score, UNPROVEN),
-        first.transitions + again.transitions,
-        first.dropped + again.dropped,
-        first.seconds + again.seconds,
+    began = time.perf_counter()
+    found = _search(world, step or fused_step(world, Searcher(prover)), queries, slots)
+    proven = found.proven.clone()
+    missed = (~proven).nonzero().flatten()
+    if prover.use_prior and len(missed):
+        proofs = find_proofs(world.engine, queries[missed])
+        proven[missed] = torch.tensor([proof is not None for proof in proofs])
+    return found._replace(
+        proven=proven,
+        score=torch.where(proven, found.score, UNPROVEN),
+        seconds=time.perf_counter() - began,
     )
 
 
 def _search(world: ProofWorld, step: Step, queries: Tensor, slots: int) -> Proven:
     """One greedy pass over the queries; `score` is the root's, proven or not."""
     world.eval(queries)
-    began = time.perf_counter()
     totals = evaluate(world, step, None, len(queries), slots)
-    seconds = time.perf_counter() - began
     world.train()
     return Proven(
         totals["proven"] > 0,
         totals["score"],
         int(totals["transitions"].sum()),
         int(totals["dropped"].sum()),
-        seconds,
+        0.0,
     )
 
 
@@ -255,10 +247,78 @@ def derivable(world: ProofWorld, questions: Questions) -> Tensor:
     return keys[found & (world.closure.round[place] > 0)]
 
 
-def selection_score(metrics: dict[str, float]) -> float:
-    """What the validation split decides by."""
-    names = [n for n in ("mrr_all", "mrr_100", "auc_pr") if n in metrics]
-    return sum(metrics[n] for n in names) / len(names)
+# ------------------------------------------------------------------------------------------------
+# Choice
+
+
+class Choice:
+    """The weights and the trust in them that rank the validation questions best so far.
+
+    Ranks depend on the scores at the roots alone, so the roots are looked at once, and every
+    derived candidate counts as proven. Between equal ranks the lesser `surprise` decides. Neither
+    the test split nor what the prover is trained on is used.
+
+    Attributes:
+        best: (rounded quality, -surprise) of what is chosen.
+        label: float tensors that tell what was chosen: the phase (0 imitation, 1 PPO), its step.
+    """
+
+    def __init__(self, world: ProofWorld, prover: Prover) -> None:
+        self.world, self.prover = world, prover
+        self.best = (-1.0, 0.0)
+        self.label: dict[str, float] = {}
+        self.weights = _copy(prover)
+        graph = world.graph
+        asked = world.to_choose_by()
+        if len(asked) > MAX_CHOOSING:
+            order = torch.randperm(len(asked), generator=torch.Generator().manual_seed(0))
+            asked = asked[order[:MAX_CHOOSING]]
+        known = torch.cat([graph.splits["train"], graph.splits["valid"]])
+        self.questions = pose(graph, world.closure, asked, known)
+        self.negatives = sampled_negatives(graph, self.questions, 100, seed=1)
+        self.keys = derivable(world, self.questions)
+        self.roots = observe_roots(world, to_triples(self.keys, graph.num_entities))
+
+    @torch.no_grad()
+    def consider(self, **label: float) -> None:
+        """Compare the prover's weights, under every trust, with the best so far."""
+        if len(self.keys) == 0:
+            return
+        prior = self.roots["prior"].double()
+        self.prover.trust.fill_(1.0)
+        score = [self.prover.see(part).score.double() for part in self.roots.split(CHUNK)]
+        correction = torch.cat(score) - prior * self.prover.use_prior
+        for trust in TRUSTS if self.prover.use_prior else (1.0,):
+            order = self.quality(prior * self.prover.use_prior + trust * correction)
+            if order > self.best:
+                self.best, self.label = order, label | {"trust": trust}
+                self.weights = _copy(self.prover) | {"trust": torch.tensor(trust)}
+
+    def quality(self, scores: Tensor) -> tuple[float, float]:
+        """What the choice goes by, for scores float64 of `keys`: more is better."""
+        questions, keys = self.questions, self.keys
+        metrics = evaluate_scores(self.world.graph, questions, keys, scores, self.negatives)
+        names = [n for n in ("mrr_all", "mrr_100", "auc_pr") if n in metrics]
+        mean = sum(metrics[n] for n in names) / len(names)
+        return round(mean, 4), -round(surprise(questions, keys, scores), 4)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": list(self.best), "label": self.label, "weights": self.weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best = (state["best"][0], state["best"][1])
+        self.label, self.weights = state["label"], state["weights"]
+
+
+def observe_roots(world: ProofWorld, queries: Tensor) -> TensorDict:
+    """What the prover sees of each query int64 [Q, 3] before its first step, batch [Q]."""
+    parts = []
+    for part in queries.split(CHUNK):
+        world.eval(part)
+        seen = world.observe(world.reset(0, len(part)))
+        parts.append(seen.select(*ProverInput._fields))
+    world.train()
+    return torch.cat(parts) if parts else TensorDict({}, batch_size=[0])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -276,8 +336,8 @@ def train_prover(
 ) -> dict[str, float]:
     """Train a prover in place; returns what was measured and chosen.
 
-    Imitation and PPO each leave a candidate; with the symbolic prior, the best of them and the best
-    trust in its corrections are chosen on the validation split.
+    Imitation comes first (with the symbolic prior only), then PPO from the best weights so far.
+    What stays is the best of either phase and of the symbolic baseline, by `Choice`.
 
     Args:
         report: told (phase, step, steps, numbers) after every step.
@@ -285,24 +345,26 @@ def train_prover(
         save_every: seconds between saves; an interrupt loses at most this much.
     """
     began = time.perf_counter()
-    candidates = {}
-    if config.imitation_steps and prover.use_prior:
-        file = checkpoint and checkpoint.with_suffix(".imitation.pt")
-        _train(world, prover, config, seed, "imitation", report, file, save_every)
-        candidates["imitation"] = _copy(prover)
-    if config.ppo_steps:
-        file = checkpoint and checkpoint.with_suffix(".ppo.pt")
-        _train(world, prover, config, seed + 1, "ppo", report, file, save_every)
-        candidates["ppo"] = _copy(prover)
-    result = {"training_seconds": time.perf_counter() - began}
-    if prover.use_prior and len(world.graph.splits["valid"]):
-        result |= _choose(world, prover, candidates, config)
-    return result
+    choice = Choice(world, prover)
+    choice.consider(phase=0.0, step=0.0)
+    for number, phase in enumerate(("imitation", "ppo")):
+        if phase == "imitation" and not prover.use_prior:
+            continue
+        prover.load_state_dict(choice.weights)
+        prover.trust.fill_(1.0)
+        file = checkpoint and checkpoint.with_suffix(f".{phase}.pt")
+        _train(world, prover, choice, config, seed + number, phase, report, file, save_every)
+    prover.load_state_dict(choice.weights)
+    quality, loss = choice.best
+    chosen = {f"chosen_{name}": value for name, value in choice.label.items()}
+    seconds = time.perf_counter() - began
+    return {"training_seconds": seconds, "quality": quality, "surprise": -loss} | chosen
 
 
 def _train(
     world: ProofWorld,
     prover: Prover,
+    choice: Choice,
     config: TrainConfig,
     seed: int,
     phase: str,
@@ -313,9 +375,6 @@ def _train(
     """One phase: fill the buffer with the expert's or the policy's experience, update, repeat."""
     imitating = phase == "imitation"
     total = config.imitation_steps if imitating else config.ppo_steps
-    if imitating:  # a small pool would be learnt by heart
-        passes = MAX_PASSES * len(world.train_pool()) // (config.slots * config.ticks)
-        total = min(total, max(passes, 20))
     rate = config.learning_rate if imitating else config.ppo_learning_rate
     update = Update(
         _imitation(prover) if imitating else _improvement(prover, config),
@@ -331,6 +390,7 @@ def _train(
     saver = None
     if file is not None:
         parts: dict[str, Any] = {"prover": prover, "update": update, "generator": generator}
+        parts["choice"] = choice
         saver = Checkpoint(file, parts, save_every)
         start, kept = saver.load()
         if kept:
@@ -348,6 +408,10 @@ def _train(
         numbers = learn(update, buffer, epochs, config.minibatches, generator, config.max_kl)
         ended = data["done"].sum().clamp(min=1)
         numbers["return"] = (data["reward"] * data["done"]).sum() / ended
+        if (step + 1) * LOOKS // total > step * LOOKS // total:
+            choice.consider(phase=float(not imitating), step=step + 1.0)
+            prover.trust.fill_(1.0)
+        numbers["quality"] = torch.tensor(choice.best[0])
         if report:
             report(phase, step, total, numbers)
         if saver:
@@ -398,33 +462,6 @@ def _add_advantages(
         data["reward"], data["value"], following, terminated, data["done"],
         config.gamma, config.lam,
     )  # fmt: skip
-
-
-def _choose(
-    world: ProofWorld,
-    prover: Prover,
-    candidates: dict[str, dict[str, Tensor]],
-    config: TrainConfig,
-) -> dict[str, float]:
-    """Keep the weights and the trust that rank the validation split best; ties to less trust."""
-    questions = pose(world.graph, world.closure, "valid")
-    negatives = sampled_negatives(world.graph, questions, 100, seed=1)
-    step = fused_step(world, Searcher(prover), config.compile)
-    best, chosen = (-1.0, 0.0), ("symbolic", 0.0)
-    result = {}
-    for name, weights in candidates.items():
-        for trust in TRUSTS:
-            prover.load_state_dict(weights | {"trust": torch.tensor(trust)})
-            found = rank(world, prover, questions, negatives, config.slots, step).metrics
-            score = round(selection_score(found), 4)
-            result[f"valid_{name}_{trust}"] = score
-            # Between equals a little trust: it orders what the baseline leaves tied.
-            order = (score, -abs(trust - 0.1))
-            if order > best:
-                best, chosen = order, (name, trust)
-    weights = candidates[chosen[0]]
-    prover.load_state_dict(weights | {"trust": torch.tensor(chosen[1])})
-    return result | {"trust": chosen[1], "chose_ppo": float(chosen[0] == "ppo")}
 
 
 def _copy(prover: Prover) -> dict[str, Tensor]:

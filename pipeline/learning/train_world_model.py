@@ -17,6 +17,7 @@ from pipeline.learning.update import Update
 from pipeline.modules.contracts import METERS, TownShape
 from pipeline.modules.world_model import Prediction, WorldModel
 from pipeline.params import WorldModelParams
+from pipeline.profiling import region
 
 REPORT_TICKS = (1, 5, 15)
 
@@ -160,12 +161,13 @@ def train_world_model(
     start, _ = saved.load()
     for step in log.steps(params.steps, start):
         update.set_learning_rate(params.learning_rate * (1 - step / params.steps))
-        batch = windows(experience, params.horizon, params.batch * params.members, worlds, rng)
-        per_member = (params.members, params.batch)
-        batch = TensorDict(
-            {k: v.unflatten(1, per_member) for k, v in batch.items()},
-            batch_size=[params.horizon + 1, *per_member],
-        )
+        with region("data"):
+            batch = windows(experience, params.horizon, params.batch * params.members, worlds, rng)
+            per_member = (params.members, params.batch)
+            batch = TensorDict(
+                {k: v.unflatten(1, per_member) for k, v in batch.items()},
+                batch_size=[params.horizon + 1, *per_member],
+            )
         log.record(step, update(batch))
         saved.save(step + 1)
     return model.eval()

@@ -13,6 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from pipeline.profiling import region
+
 Precision = Literal["fp32", "bf16", "fp16"]
 Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
@@ -117,6 +119,17 @@ class Update:
 
     def __call__(self, *batch: Tensor) -> dict[str, Tensor]:
         """Take one step; returns detached scalars (no host synchronisation)."""
+        with region("loss"):
+            loss, diagnostics = self._gradients(batch)
+        with region("optimizer"):
+            norm = self._apply()
+        return {
+            "loss": loss.detach(),
+            "grad_norm": norm.detach(),
+            "compile_active": torch.tensor(float(self.compile_active)),
+        } | {name: value.detach() for name, value in diagnostics.items()}
+
+    def _gradients(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
         self.optimizer.zero_grad(set_to_none=True)
         if self._first and self.compile_active:
             try:
@@ -132,6 +145,10 @@ class Update:
         else:
             loss, diagnostics = self._backward(batch)
         self._first = False
+        return loss, diagnostics
+
+    def _apply(self) -> Tensor:
+        """Clip and step; returns the norm of the gradients before clipping."""
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
         if self.scaler.is_enabled():
@@ -141,9 +158,7 @@ class Update:
             self.skipped_steps += self.scaler.get_scale() < before
         else:
             self.optimizer.step()
-        return {"loss": loss.detach(), "grad_norm": norm.detach()} | {
-            name: value.detach() for name, value in diagnostics.items()
-        }
+        return norm
 
     def state_dict(self) -> dict[str, Any]:
         return {

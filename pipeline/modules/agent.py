@@ -21,6 +21,7 @@ from pipeline.modules.contracts import (
     SocialPrediction,
     rivals_of,
 )
+from pipeline.profiling import region
 
 IMAGINED_DISCOUNT = 0.97
 MULTIPLIER, MODULUS = 48271, 2**31 - 1
@@ -134,27 +135,29 @@ class Mind(nn.Module):
         self, obs: RawObservation, belief_state: Tensor, social_state: Tensor
     ) -> tuple[BeliefDistribution, SocialPrediction, Tensor, Features]:
         """Run A and C for one tick; also returns C's new state and the features for D."""
-        belief = BeliefDistribution(
-            *self.perceive(
-                obs.view,
-                obs.occupancy,
-                obs.self_state,
-                obs.cues,
+        with region("perception"):
+            belief = BeliefDistribution(
+                *self.perceive(
+                    obs.view,
+                    obs.occupancy,
+                    obs.self_state,
+                    obs.cues,
+                    obs.visible,
+                    obs.others_offset,
+                    belief_state,
+                )
+            )
+        with region("social"):
+            *predicted, social_state = self.read_others(
+                belief.mean,
+                belief.log_std,
+                belief.known_state,
+                belief.social_cues,
                 obs.visible,
                 obs.others_offset,
-                belief_state,
+                obs.others_action,
+                social_state,
             )
-        )
-        *predicted, social_state = self.read_others(
-            belief.mean,
-            belief.log_std,
-            belief.known_state,
-            belief.social_cues,
-            obs.visible,
-            obs.others_offset,
-            obs.others_action,
-            social_state,
-        )
         social = SocialPrediction(*predicted)
         features = Features(
             belief.mean,
@@ -250,9 +253,10 @@ class Mind(nn.Module):
         if slice_ is not None:
             part = Features(*(x[slice_] for x in f))
             candidates = prior[slice_].topk(self.candidates, -1).indices
-            future, returns = self.imagine(
-                belief.log_std[slice_], part, obs.action_mask[slice_], candidates
-            )
+            with region("imagination"):
+                future, returns = self.imagine(
+                    belief.log_std[slice_], part, obs.action_mask[slice_], candidates
+                )
             considered = self.policy.goal_logits(
                 prior[slice_], candidates, returns, future.confidence
             )

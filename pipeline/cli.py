@@ -282,6 +282,44 @@ def _write_memory(path: Path, player: Any, memory: dict[str, Any]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------
+# serve
+
+
+@app.command()
+@told_in_one_line
+def serve(
+    source: Annotated[
+        str,
+        typer.Argument(help="An ONNX file, or models:/hamlet-agent@champion of MLflow's registry."),
+    ] = str(AGENT),
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8080,
+    state_file: Annotated[
+        Path | None, typer.Option(help="Sessions are saved here at the end and restored from it.")
+    ] = None,
+    max_sessions: Annotated[int, typer.Option(min=1, max=1_000_000)] = 10_000,
+    session_ttl: Annotated[
+        float, typer.Option(min=1, help="Seconds after which an idle session ends.")
+    ] = 600.0,
+) -> None:
+    """Serve the agent over HTTP: the Open Inference Protocol v2, with a session's memory kept.
+
+    HAMLET_TOKEN in the environment asks clients for that bearer token. A new file, or an alias that
+    moves, is taken up while it runs.
+    """
+    for package in ("uvicorn", "orjson"):
+        if find_spec(package) is None:
+            raise HamletError(
+                f"`hamlet serve` needs {package}",
+                'run `pip install -c constraints.txt ".[serve,cpu]"`',
+            )
+    from pipeline.serving.server import serve as serve_until_stopped
+    from pipeline.serving.source import open_source
+
+    serve_until_stopped(open_source(source), host, port, state_file, max_sessions, session_ttl)
+
+
+# ------------------------------------------------------------------------------------------------
 # prove
 
 

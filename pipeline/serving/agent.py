@@ -7,6 +7,7 @@ begin a life.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +43,9 @@ class OnnxAgent:
     def __init__(self, path: str | Path, threads: int = 1) -> None:
         self.card: dict[str, Any] = check_card(path)
         self.session = open_session(path, threads=threads)
+        self.source = Path(path).read_bytes()
+        if sha256(self.source).hexdigest() != self.card["sha256"]:
+            raise HamletError(f"{path} changed while it was opened", "try again")
         self.inputs = {entry["name"]: entry for entry in self.card["schema"]["inputs"]}
         self.outputs = [entry["name"] for entry in self.card["schema"]["outputs"]]
         have = [i.name for i in self.session.get_inputs()]

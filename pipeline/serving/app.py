@@ -1,0 +1,373 @@
+"""The server's HTTP face: a plain ASGI application, nothing between a request and its batch."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from importlib.metadata import version as installed
+from typing import Any
+from urllib.parse import parse_qs
+
+import numpy as np
+import orjson
+
+from pipeline.files import HamletError
+from pipeline.serving import protocol
+from pipeline.serving.engine import Engine, Item, Refused
+from pipeline.serving.model import Model
+from pipeline.serving.openapi import document
+from pipeline.serving.protocol import NAME, Ask
+
+MAX_BODY = 1 << 20  # bytes; a full batch of observations and states is a quarter of it
+READ_SECONDS = 10.0  # in which a body must have come
+DEADLINE_SECONDS = 10.0  # in which a request's turn must come, where it does not say
+
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+Reply = tuple[int, bytes, list[tuple[bytes, bytes]]]
+
+JSON = (b"content-type", b"application/json")
+BINARY = (b"content-type", b"application/octet-stream")
+TEXT = (b"content-type", b"text/plain; version=0.0.4")
+
+
+class Gone(Exception):
+    """The client went away before its request was complete."""
+
+
+class App:
+    """The ASGI application.
+
+    Args:
+        engine: who acts.
+        log: takes (event, facts) of what a person should see.
+        token: what clients must send as `Authorization: Bearer ...`; None: nothing.
+        begin, end: awaited before the first request and after the last one.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        log: Callable[..., None],
+        token: str | None = None,
+        begin: Callable[[], Awaitable[None]] | None = None,
+        end: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self.engine, self.log, self.begin, self.end = engine, log, begin, end
+        self.metrics = engine.metrics
+        self.draining = False
+        self._authorization = f"Bearer {token}".encode() if token else None
+        self._reading: dict[asyncio.Task[Any], float] = {}
+        self._infer_path = f"/v2/models/{NAME}/infer"
+        self._routes: dict[tuple[str, ...], dict[str, Callable[..., Awaitable[Reply]]]] = {
+            ("v2", "health", "live"): {"GET": self._live},
+            ("v2", "health", "ready"): {"GET": self._ready},
+            ("v2",): {"GET": self._server},
+            ("v2", "models", NAME): {"GET": self._model},
+            ("v2", "models", NAME, "ready"): {"GET": self._model_ready},
+            ("v2", "models", NAME, "infer"): {"POST": self._infer},
+            ("v2", "models", NAME, "versions", "*"): {"GET": self._model},
+            ("v2", "models", NAME, "versions", "*", "ready"): {"GET": self._model_ready},
+            ("v2", "models", NAME, "versions", "*", "infer"): {"POST": self._infer},
+            ("v2", "sessions", "*"): {"DELETE": self._delete},
+            ("act",): {"POST": self._act},
+            ("metrics",): {"GET": self._metrics},
+            ("openapi.json",): {"GET": self._openapi},
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+            return
+        if scope["type"] != "http":
+            return
+        began = time.monotonic()
+        try:
+            status, body, headers = await self._reply(scope, receive)
+        except Refused as refused:
+            status, body, headers = _error(refused.status, refused.message)
+            if refused.retry is not None:
+                headers.append((b"retry-after", b"%d" % refused.retry))
+        except HamletError as error:
+            status, body, headers = _error(400, str(error))
+        except Gone:
+            return
+        except Exception as error:
+            self.log("error", path=scope["path"], error=f"{type(error).__name__}: {error}"[:300])
+            status, body, headers = _error(500, "the server failed; its log says why")
+        self.metrics.responses[status] += 1
+        self.metrics.seconds["request"].observe(time.monotonic() - began)
+        headers.append((b"content-length", b"%d" % len(body)))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send(
+            {"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body}
+        )
+
+    async def _reply(self, scope: Scope, receive: Receive) -> Reply:
+        path = scope["path"]
+        if path == self._infer_path and scope["method"] == "POST":  # nearly all there is
+            self._authorize(scope)
+            return await self._infer(scope, receive)
+        parts = tuple(path.strip("/").split("/"))
+        route = next((route for route in self._routes if _fits(route, parts)), None)
+        if parts[:2] != ("v2", "health"):
+            self._authorize(scope)
+        if route is None:
+            raise Refused(404, f"there is nothing at {path[:100]}: see /openapi.json")
+        methods, method = self._routes[route], scope["method"]
+        if method == "HEAD" and "GET" in methods:
+            method = "GET"
+        if method not in methods:
+            status, body, headers = _error(405, f"{path[:100]} takes {', '.join(methods)}")
+            return status, body, [*headers, (b"allow", ", ".join(methods).encode())]
+        wild = [have for want, have in zip(route, parts, strict=True) if want == "*"]
+        return await methods[method](scope, receive, *wild)
+
+    def _authorize(self, scope: Scope) -> None:
+        if self._authorization is None:
+            return
+        for name, value in scope["headers"]:
+            if name == b"authorization" and hmac.compare_digest(value, self._authorization):
+                return
+        raise Refused(401, "the bearer token is missing or wrong")
+
+    # -- reading
+
+    async def _body(self, scope: Scope, receive: Receive) -> tuple[bytes, bytes | None]:
+        """The body and the header Inference-Header-Content-Length."""
+        header_length = None
+        for name, value in scope["headers"]:
+            if name == b"content-length" and int(value) > MAX_BODY:
+                raise Refused(413, f"the body has {value.decode()} bytes, at most {MAX_BODY} do")
+            if name == b"inference-header-content-length":
+                header_length = value
+            elif name == b"content-encoding" and value.lower() != b"identity":
+                raise Refused(415, "Content-Encoding is not supported: send the body as it is")
+        task = asyncio.current_task()
+        assert task is not None
+        self._reading[task] = time.monotonic() + READ_SECONDS
+        try:
+            message = await receive()
+            body = message.get("body", b"")
+            while message["type"] == "http.request" and message["more_body"]:
+                message = await receive()
+                body += message.get("body", b"")
+                if len(body) > MAX_BODY:
+                    raise Refused(413, f"the body has more than {MAX_BODY} bytes")
+        except asyncio.CancelledError:
+            if task.uncancel():
+                raise
+            raise Refused(408, f"the body did not come within {READ_SECONDS:g} s") from None
+        finally:
+            del self._reading[task]
+        if message["type"] != "http.request":
+            raise Gone
+        return body, header_length
+
+    def sweep(self) -> None:
+        """Give up on bodies that do not come."""
+        now = time.monotonic()
+        for task, limit in list(self._reading.items()):
+            if limit < now:
+                task.cancel()
+
+    # -- inference
+
+    async def _infer(self, scope: Scope, receive: Receive, version: str | None = None) -> Reply:
+        body, header_length = await self._body(scope, receive)
+        header, binary = protocol.header_of(body, header_length)
+        ask = protocol.parse(header, binary, lambda ask: self._model_for(ask, version))
+        if ask.sequence is None:
+            return await self._once(ask, self._version(version))
+        outputs = ask.outputs
+        thoughts = outputs is None or any(name != "action" for name, _ in outputs)
+        session, action, decision = await self._tick(ask, thoughts)
+        model = session.model
+        if decision is None:
+            assert outputs
+            results = [("action", np.array([action]), binary) for _, binary in outputs]
+        else:
+            if outputs is None:
+                outputs = [(n, ask.binary) for n in protocol.outputs_of(model, True)]
+            results = [(n, protocol.from_decision(decision, n), b) for n, b in outputs]
+        return _inferred(model, ask, results)
+
+    async def _tick(self, ask: Ask, thoughts: bool) -> tuple[Any, int, Any]:
+        """One tick of a session, begun or found: (session, action, decision or None)."""
+        engine = self.engine
+        assert ask.sequence is not None
+        session = engine.open(ask.sequence, ask.seed) if ask.start else engine.get(ask.sequence)
+        limit = time.monotonic() + (ask.timeout or DEADLINE_SECONDS)
+        item = Item(session, ask.record, limit, ask.end, thoughts)
+        try:
+            waiting = engine.submit(item)
+        except Refused:
+            if ask.start:
+                engine.close(session, "refused")
+            raise
+        action, decision = await waiting
+        return session, action, decision
+
+    async def _once(self, ask: Ask, model: Model) -> Reply:
+        outputs = ask.outputs or [(n, ask.binary) for n in protocol.outputs_of(model, False)]
+        names = [name for name, _ in outputs]
+        try:
+            values = await self.engine.once(model, ask.feeds, names)
+        except Refused:
+            raise
+        except Exception:  # an index in the given state that points nowhere
+            raise HamletError(
+                "the state that was given is none of this agent's", "give what it returned"
+            ) from None
+        results = [
+            (name, array, binary) for (name, binary), array in zip(outputs, values, strict=True)
+        ]
+        return _inferred(model, ask, results)
+
+    def _model_for(self, ask: Ask, version: str | None) -> Model:
+        """The version that serves a request: its session's, else the one named, else current."""
+        if ask.sequence is None or ask.start:
+            model = self._version(version)
+            if ask.start and model is not self.engine.current:
+                raise Refused(409, f"version {version} takes no new sessions")
+            return model
+        session = self.engine.get(ask.sequence)
+        if version not in (None, session.model.version):
+            raise Refused(409, f"sequence_id '{session.id}' is on version {session.model.version}")
+        return session.model
+
+    def _version(self, version: str | None) -> Model:
+        current = self.engine.ready()
+        if version is None:
+            return current
+        model = self.engine.models.get(version)
+        if model is None:
+            raise Refused(404, f"version {version[:60]} is not loaded: {current.version} is")
+        return model
+
+    # -- for people
+
+    async def _act(self, scope: Scope, receive: Receive) -> Reply:
+        body, _ = await self._body(scope, receive)
+        thoughts = parse_qs(scope["query_string"].decode("latin-1")).get("thoughts", ["0"])[-1]
+        if thoughts not in ("0", "1"):
+            raise HamletError("query parameter 'thoughts' is neither 0 nor 1")
+        header, _ = protocol.header_of(body, None)
+        for name in header:
+            if name not in ("session", "observation", "seed", "end"):
+                raise HamletError(
+                    f"'{name[:40]}' is unknown", "known: session, observation, seed, end"
+                )
+        ask = Ask()
+        given = header.get("session")
+        ask.start = given is None
+        ask.sequence = secrets.token_urlsafe(16) if ask.start else protocol.sequence_name(given)
+        ask.seed, ask.end = protocol.seed_of(header), protocol.flag(header, "end")
+        if ask.seed is not None and not ask.start:
+            raise HamletError("'seed' belongs to a new session", "leave out 'session' or 'seed'")
+        observation = header.get("observation")
+        if not isinstance(observation, dict):
+            raise HamletError("'observation' is missing or not an object")
+        model = self._model_for(ask, None)
+        ask.record = model.pack(observation)
+        session, action, decision = await self._tick(ask, thoughts == "1")
+        town = model.agent.card["town"]
+        said = {
+            "session": session.id,
+            "tick": session.ticks,
+            "action": town["action_names"][action],
+            "version": model.version,
+        }
+        if decision is not None:
+            said["thoughts"] = model.agent.readable(decision)
+        return 200, orjson.dumps(said), [JSON]
+
+    async def _delete(self, scope: Scope, receive: Receive, id_: str) -> Reply:
+        self.engine.close(self.engine.get(id_), "deleted")
+        return 204, b"", []
+
+    # -- about the server
+
+    async def _live(self, scope: Scope, receive: Receive) -> Reply:
+        return 200, b'{"live":true}', [JSON]
+
+    async def _ready(self, scope: Scope, receive: Receive) -> Reply:
+        self._must_be_ready()
+        return 200, b'{"ready":true}', [JSON]
+
+    def _must_be_ready(self) -> None:
+        self.engine.ready()
+        if self.draining:
+            raise Refused(503, "the server is going away", retry=1)
+
+    async def _model_ready(self, scope: Scope, receive: Receive, version: str = "") -> Reply:
+        self._must_be_ready()
+        model = self._version(version or None)
+        said = {"name": NAME, "version": model.version, "ready": True}
+        return 200, orjson.dumps(said), [JSON]
+
+    async def _server(self, scope: Scope, receive: Receive) -> Reply:
+        said = {
+            "name": "hamlet",
+            "version": installed("hamlet"),
+            "extensions": ["binary_tensor_data", "sequence", "schedule_policy"],
+        }
+        return 200, orjson.dumps(said), [JSON]
+
+    async def _model(self, scope: Scope, receive: Receive, version: str = "") -> Reply:
+        model = self._version(version or None)
+        said = protocol.metadata(model)
+        if not version:
+            said["versions"] = list(self.engine.models)
+        return 200, orjson.dumps(said), [JSON]
+
+    async def _metrics(self, scope: Scope, receive: Receive) -> Reply:
+        engine = self.engine
+        sessions = {version: model.sessions for version, model in engine.models.items()}
+        current = engine.current
+        provider = current.agent.session.get_providers()[0] if current else "none"
+        version = current.version if current else "none"
+        text = self.metrics.text(sessions, engine.queued, provider, version)
+        return 200, text.encode(), [TEXT]
+
+    async def _openapi(self, scope: Scope, receive: Receive) -> Reply:
+        return 200, orjson.dumps(document(self.engine.ready())), [JSON]
+
+    # -- life of the process
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        await receive()
+        if self.begin:
+            await self.begin()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        if self.end:
+            await self.end()
+        await send({"type": "lifespan.shutdown.complete"})
+
+
+def _inferred(model: Model, ask: Ask, results: list[tuple[str, np.ndarray, bool]]) -> Reply:
+    body, header_length = protocol.answer(model, ask, results)
+    if header_length is None:
+        return 200, body, [JSON]
+    return 200, body, [BINARY, (b"inference-header-content-length", b"%d" % header_length)]
+
+
+def _fits(route: tuple[str, ...], parts: tuple[str, ...]) -> bool:
+    return len(route) == len(parts) and all(
+        want in ("*", have) for want, have in zip(route, parts, strict=True)
+    )
+
+
+def _error(status: int, message: str) -> Reply:
+    headers = [JSON]
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if status in (408, 413):
+        headers.append((b"connection", b"close"))
+    return status, json.dumps({"error": message}, ensure_ascii=False).encode(), headers

@@ -1,0 +1,295 @@
+"""The OpenAPI document, made from the card of the agent that serves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.serving.model import RNG_RANGE, Field, Model
+from pipeline.serving.protocol import MAX_ID, NAME, outputs_of
+
+Schema = dict[str, Any]
+
+
+def document(model: Model) -> Schema:
+    """The document (OpenAPI 3.1) for a server whose current version is `model`."""
+    infer = {
+        "summary": "One tick: of a session with sequence_id, else of state the client keeps",
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": _request(model)}},
+        },
+        "responses": _responses(
+            {
+                "200": {
+                    "description": "The outputs asked for.",
+                    "content": _json("Inferred"),
+                }
+            },
+            "400", "404", "408", "409", "413", "415", "429", "503", "504",
+        ),
+    }  # fmt: skip
+    act = {
+        "summary": "One tick for people: names instead of numbers",
+        "parameters": [
+            {
+                "name": "thoughts",
+                "in": "query",
+                "description": "1: also what the agent believes, imagines, expects and wants.",
+                "schema": {"enum": ["0", "1"]},
+            }
+        ],
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": _act(model)}},
+        },
+        "responses": _responses(
+            {
+                "200": {
+                    "description": "The action.",
+                    "content": _json("Acted"),
+                }
+            },
+            "400", "404", "408", "409", "413", "415", "429", "503", "504",
+        ),
+    }  # fmt: skip
+    version = {
+        "name": "version", "in": "path", "required": True,
+        "schema": {"type": "string", "enum": [model.version]},
+    }  # fmt: skip
+    paths: Schema = {
+        "/v2/health/live": {"get": _get("The process answers", "live")},
+        "/v2/health/ready": {"get": _get("An agent is loaded", "ready", "503")},
+        "/v2": {"get": _get("About the server", "name")},
+        f"/v2/models/{NAME}": {"get": _get("About the agent", "inputs", "503")},
+        f"/v2/models/{NAME}/ready": {"get": _get("Whether it serves", "ready", "503")},
+        f"/v2/models/{NAME}/infer": {"post": infer},
+        f"/v2/models/{NAME}/versions/{{version}}": {
+            "parameters": [version],
+            "get": _get("About one version", "inputs", "404", "503"),
+        },
+        f"/v2/models/{NAME}/versions/{{version}}/ready": {
+            "parameters": [version],
+            "get": _get("Whether a version serves", "ready", "404", "503"),
+        },
+        f"/v2/models/{NAME}/versions/{{version}}/infer": {"parameters": [version], "post": infer},
+        "/v2/sessions/{id}": {
+            "parameters": [
+                {
+                    "name": "id", "in": "path", "required": True,
+                    "schema": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
+                }
+            ],
+            "delete": {
+                "summary": "End a session",
+                "responses": _responses({"204": {"description": "It ended."}}, "404"),
+            },
+        },
+        "/act": {"post": act},
+        "/metrics": {
+            "get": {
+                "summary": "Counters for Prometheus",
+                "responses": _responses(
+                    {"200": {"description": "Text.", "content": {"text/plain": {}}}}
+                ),
+            }
+        },
+        "/openapi.json": {"get": _get("This document", "openapi", "503")},
+    }  # fmt: skip
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Hamlet",
+            "version": model.version,
+            "description": "Stateful agents over the Open Inference Protocol v2.",
+        },
+        "paths": paths,
+        "components": {"schemas": _schemas(model)},
+    }
+
+
+def _get(summary: str, key: str, *errors: str) -> Schema:
+    schema = {"type": "object", "required": [key]}
+    found = {"description": summary, "content": {"application/json": {"schema": schema}}}
+    return {"summary": summary, "responses": _responses({"200": found}, *errors)}
+
+
+def _json(schema: str) -> Schema:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
+
+
+def _responses(good: Schema, *errors: str) -> Schema:
+    meaning = {
+        "400": "A field is wrong; the error names it.",
+        "401": "The bearer token is missing or wrong.",
+        "404": "No such session, version or path.",
+        "405": "Another method is meant.",
+        "408": "The body did not come in time.",
+        "409": "The session is open already, or on another version.",
+        "413": "The body is too large.",
+        "415": "Content-Encoding is not supported.",
+        "429": "Too many sessions or requests; Retry-After says when to try again.",
+        "503": "No agent is loaded, or the server is going away.",
+        "504": "The deadline passed before the request's turn came; nothing happened.",
+    }
+    content = _json("Error")
+    codes = ("401", "405", *errors)
+    return {**good, **{c: {"description": meaning[c], "content": content} for c in sorted(codes)}}
+
+
+def _schemas(model: Model) -> Schema:
+    tensor = {
+        "type": "object",
+        "required": ["name", "datatype", "shape"],
+        "properties": {
+            "name": {"type": "string"},
+            "datatype": {"type": "string"},
+            "shape": {"type": "array", "items": {"type": "integer"}},
+            "data": {"type": "array"},
+        },
+    }
+    return {
+        "Error": {
+            "type": "object",
+            "required": ["error"],
+            "properties": {"error": {"type": "string"}},
+        },
+        "Inferred": {
+            "type": "object",
+            "required": ["model_name", "model_version", "outputs"],
+            "properties": {
+                "model_name": {"const": NAME},
+                "model_version": {"type": "string"},
+                "id": {"type": "string"},
+                "outputs": {"type": "array", "items": tensor},
+            },
+        },
+        "Acted": {
+            "type": "object",
+            "required": ["session", "tick", "action", "version"],
+            "properties": {
+                "session": {"type": "string"},
+                "tick": {"type": "integer", "minimum": 1},
+                "action": {"enum": model.agent.card["town"]["action_names"]},
+                "version": {"type": "string"},
+                "thoughts": {"type": "object"},
+            },
+        },
+    }
+
+
+def _request(model: Model) -> Schema:
+    fields = [model.described[name] for name in model.agent.inputs if name in model.by_name]
+    one = [_tensor(field) for field in fields]
+    return {
+        "type": "object",
+        "required": ["inputs", "parameters"],
+        "properties": {
+            "id": {"type": "string"},
+            "parameters": {
+                "type": "object",
+                "required": ["sequence_id", "sequence_start"],
+                "properties": {
+                    "sequence_id": {
+                        "description": "Name of the session.",
+                        "anyOf": [
+                            {"type": "integer", "minimum": 1, "maximum": 2**53},
+                            {"type": "string", "pattern": f"^[A-Za-z0-9_-]{{1,{MAX_ID}}}$"},
+                        ],
+                    },
+                    "sequence_start": {"type": "boolean", "description": "Begin it."},
+                    "sequence_end": {"type": "boolean", "description": "End it after this tick."},
+                    "binary_data_output": {"const": False},
+                    "timeout": {
+                        "type": "integer",
+                        "description": "Microseconds in which its turn must come.",
+                        "minimum": 1,
+                        "maximum": 3_600_000_000,
+                    },
+                    "seed": {
+                        "type": "integer",
+                        "description": "Random numbers of a new session.",
+                        "minimum": 0,
+                        "maximum": RNG_RANGE - 1,
+                    },
+                },
+            },
+            "inputs": {
+                "description": "Every field of the observation once, in any order.",
+                "type": "array",
+                "prefixItems": one,
+                "items": False,
+                "minItems": len(one),
+            },
+            "outputs": {
+                "description": "What to return; default: everything.",
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "required": ["name"],
+                    "properties": {"name": {"enum": outputs_of(model, True)}},
+                },
+            },
+        },
+    }
+
+
+def _tensor(field: Field) -> Schema:
+    return {
+        "type": "object",
+        "required": ["name", "datatype", "shape", "data"],
+        "properties": {
+            "name": {"const": field.name},
+            "datatype": {"const": field.datatype},
+            "shape": {"const": [1, *field.shape]},
+            "data": _flat(field, field.size),
+        },
+    }
+
+
+def _flat(field: Field, size: int) -> Schema:
+    if field.dtype == "bool":
+        item: Schema = {"type": "boolean"}
+    else:
+        whole = field.dtype != "float32"
+        low, high = (int(x) if whole else x for x in (field.low, field.high))
+        item = {"type": "integer" if whole else "number", "minimum": low, "maximum": high}
+    schema: Schema = {"type": "array", "items": item, "minItems": size, "maxItems": size}
+    if field.name == "action_mask":  # at least one action is legal
+        schema["contains"] = {"const": True}
+    return schema
+
+
+def _act(model: Model) -> Schema:
+    fields = [model.described[name] for name in model.agent.inputs if name in model.by_name]
+
+    def nested(field: Field) -> Schema:
+        schema = _flat(field, field.shape[-1])
+        for size in reversed(field.shape[:-1]):
+            schema = {"type": "array", "items": schema, "minItems": size, "maxItems": size}
+        return schema
+
+    return {
+        "type": "object",
+        "required": ["observation"],
+        "additionalProperties": False,
+        "properties": {
+            "session": {
+                "description": "As the first answer named it; without it, a new session begins.",
+                "type": "string",
+                "pattern": "^[A-Za-z0-9_-]{1,64}$",
+            },
+            "seed": {
+                "description": "Random numbers of a new session.",
+                "type": "integer",
+                "minimum": 0,
+                "maximum": RNG_RANGE - 1,
+            },
+            "end": {"type": "boolean", "description": "End the session after this tick."},
+            "observation": {
+                "type": "object",
+                "required": [f.name for f in fields],
+                "additionalProperties": False,
+                "properties": {f.name: nested(f) for f in fields},
+            },
+        },
+    }

@@ -1,0 +1,392 @@
+"""The Open Inference Protocol v2 (KServe): bytes of a request to what it asks, results to bytes.
+
+Both forms of a tensor are spoken: JSON `data`, flat or nested, and the binary extension, where the
+body is a JSON header (of `Inference-Header-Content-Length` bytes) and then the tensors' raw bytes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import orjson
+
+from pipeline.files import HamletError
+from pipeline.serving.agent import Decision
+from pipeline.serving.model import DATATYPES, RNG_RANGE, Field, Model
+
+MAX_ID = 128  # characters of a sequence_id
+_ID_TYPES = (int, str)
+
+
+class Ask:
+    """One inference request, understood.
+
+    Attributes:
+        id: of the request, to be echoed.
+        sequence: the session's name, or None for a tick whose state the client keeps.
+        record: one observation (with a sequence).
+        feeds: arrays by input name, without one (observation, and state where given).
+        rows: of the feeds.
+        outputs: (name, binary) of what is asked for; None: everything.
+    """
+
+    __slots__ = (
+        "binary", "end", "feeds", "id", "outputs", "record", "rows", "seed", "sequence", "start",
+        "timeout",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.id: str | None = None
+        self.sequence: str | None = None
+        self.start = self.end = self.binary = False
+        self.timeout: float | None = None
+        self.seed: int | None = None
+        self.record = b""
+        self.feeds: dict[str, np.ndarray] = {}
+        self.rows = 1
+        self.outputs: list[tuple[str, bool]] | None = None
+
+
+def header_of(body: bytes, header_length: bytes | None) -> tuple[dict[str, Any], memoryview]:
+    """The JSON header of a request and the binary data behind it.
+
+    Raises:
+        HamletError: the length is no number or longer than the body, or the JSON is none.
+    """
+    end = len(body)
+    if header_length is not None:
+        if not header_length.isdigit() or not 0 < int(header_length) <= len(body):
+            raise HamletError(
+                f"Inference-Header-Content-Length is {header_length[:20].decode('latin-1')!r}",
+                f"it must be the length of the JSON header, 1 to {len(body)}",
+            )
+        end = int(header_length)
+    view = memoryview(body)
+    try:
+        header = orjson.loads(view[:end])
+    except orjson.JSONDecodeError as error:
+        raise HamletError(f"the body is not valid JSON ({error})") from None
+    if not isinstance(header, dict):
+        raise HamletError("the body is not a JSON object", "it needs 'inputs'")
+    return header, view[end:]
+
+
+def parse(header: dict[str, Any], binary: memoryview, models: Callable[[Ask], Model]) -> Ask:
+    """Understand a request.
+
+    Args:
+        header, binary: as from `header_of`.
+        models: the version that will serve, given id, sequence, start and end.
+
+    Raises:
+        HamletError: naming the field that is wrong; or what `models` raises.
+    """
+    ask = Ask()
+    _parameters(ask, header)
+    model = models(ask)
+    inputs = header.get("inputs")
+    if not isinstance(inputs, list):
+        raise HamletError("'inputs' is missing or not an array", "it holds the observation")
+    if ask.sequence is None:
+        _arrays(ask, model, inputs, binary)
+    else:
+        ask.record = _record(model, inputs, binary)
+    if "outputs" in header:
+        ask.outputs = _outputs(ask, model, header["outputs"])
+    return ask
+
+
+def _parameters(ask: Ask, header: dict[str, Any]) -> None:
+    id_ = header.get("id")
+    if id_ is not None:
+        if not isinstance(id_, str):
+            raise HamletError("'id' is not a string")
+        ask.id = id_
+    parameters = header.get("parameters")
+    if parameters is None:
+        return
+    if not isinstance(parameters, dict):
+        raise HamletError("'parameters' is not an object")
+    get = parameters.get
+    sequence = get("sequence_id", 0)
+    if sequence not in (0, "") or isinstance(sequence, bool):
+        ask.sequence = sequence_name(sequence)
+    ask.start, ask.end = flag(parameters, "sequence_start"), flag(parameters, "sequence_end")
+    if (ask.start or ask.end) and ask.sequence is None:
+        raise HamletError("parameter 'sequence_id' is missing", "a sequence needs a name")
+    ask.binary = flag(parameters, "binary_data_output")
+    timeout = get("timeout")
+    if timeout is not None:
+        if type(timeout) is not int or not 0 < timeout <= 3_600_000_000:
+            raise HamletError("parameter 'timeout' is not microseconds", "1 to 3600000000")
+        ask.timeout = timeout / 1e6
+    ask.seed = seed_of(parameters)
+
+
+def sequence_name(value: Any) -> str:
+    """A session's name from JSON: a number or a string of 1 to 128 printable characters."""
+    if type(value) not in _ID_TYPES:
+        raise HamletError("parameter 'sequence_id' is neither a number nor a string")
+    name = str(value)
+    if not (0 < len(name) <= MAX_ID and name.isprintable() and "/" not in name):
+        raise HamletError(
+            "parameter 'sequence_id' is not a name", f"1 to {MAX_ID} printable characters, no slash"
+        )
+    return name
+
+
+def seed_of(parameters: dict[str, Any]) -> int | None:
+    seed = parameters.get("seed")
+    if seed is not None and (type(seed) is not int or not 0 <= seed < RNG_RANGE):
+        raise HamletError("'seed' is not an integer in range", f"0 to {RNG_RANGE - 1}")
+    return seed
+
+
+def flag(parameters: dict[str, Any], name: str) -> bool:
+    value = parameters.get(name, False)
+    if type(value) is not bool:
+        raise HamletError(f"'{name}' is not true or false")
+    return value
+
+
+# ------------------------------------------------------------------------------------------------
+# Tensors in
+
+
+def _record(model: Model, inputs: list[Any], binary: memoryview) -> bytes:
+    """The observation of one session, from inputs in any order."""
+    parts: list[Any] = [None] * len(model.fields)
+    by_name, fields = model.by_name, model.fields
+    at = 0
+    for entry in inputs:
+        try:
+            index = by_name[entry["name"]]
+        except (KeyError, TypeError):
+            raise _unknown(entry, by_name) from None
+        field = fields[index]
+        if parts[index] is not None:
+            raise HamletError(f"input '{field.name}' is given twice")
+        shape = entry.get("shape")
+        if (
+            entry.get("datatype") != field.datatype
+            or type(shape) is not list
+            or shape[:1] != [1]
+            or tuple(shape[1:]) != field.shape
+        ):
+            raise _misfit(field, entry)
+        if "data" in entry:
+            parts[index] = _packed(field, entry["data"], 1)
+        else:
+            parts[index] = _slice(field.name, entry, binary, at, field.nbytes)
+            at += field.nbytes
+    _all_used(at, binary)
+    if None in parts:
+        field = fields[parts.index(None)]
+        raise HamletError(f"input '{field.name}' is missing", field.expected())
+    return b"".join(parts)
+
+
+def _arrays(ask: Ask, model: Model, inputs: list[Any], binary: memoryview) -> None:
+    """Observations, and state where it is given, of any number of rows up to a batch."""
+    wanted = model.agent.inputs
+    at = 0
+    for entry in inputs:
+        name = entry.get("name") if isinstance(entry, dict) else None
+        if not isinstance(name, str) or name not in wanted:
+            raise _unknown(entry, wanted)
+        if name in ask.feeds:
+            raise HamletError(f"input '{name}' is given twice")
+        field = model.described[name]
+        shape = entry.get("shape")
+        rows = shape[0] if type(shape) is list and shape else 0
+        if (
+            entry.get("datatype") != field.datatype
+            or type(rows) is not int
+            or tuple(shape[1:]) != field.shape
+        ):
+            raise _misfit(field, entry)
+        if not 0 < rows <= model.max_batch:
+            raise HamletError(f"input '{name}' has {rows} rows", f"1 to {model.max_batch}")
+        if ask.feeds and rows != ask.rows:
+            raise HamletError(f"input '{name}' has {rows} rows, an earlier one {ask.rows}")
+        ask.rows = rows
+        if "data" in entry:
+            raw: Any = _packed(field, entry["data"], rows)
+        else:
+            raw = _slice(name, entry, binary, at, rows * field.nbytes)
+            at += rows * field.nbytes
+        ask.feeds[name] = model.checked(field, raw, rows)
+    _all_used(at, binary)
+    for field in model.fields:
+        if field.name not in ask.feeds:
+            raise HamletError(f"input '{field.name}' is missing", field.expected())
+    if not ask.feeds["action_mask"].any(axis=1).all():
+        raise HamletError("input 'action_mask' forbids every action", "WAIT is legal")
+    for name in model.states:
+        if name not in ask.feeds:
+            field = model.described[name]
+            ask.feeds[name] = np.zeros((ask.rows, *field.shape), field.dtype)
+            if name == "state_rng" and ask.seed is not None:
+                ask.feeds[name][:] = ask.seed
+
+
+def _slice(name: str, entry: dict[str, Any], binary: memoryview, at: int, nbytes: int) -> Any:
+    parameters = entry.get("parameters")
+    given = parameters.get("binary_data_size") if isinstance(parameters, dict) else None
+    if given is None:
+        raise HamletError(f"input '{name}' has no data", "give 'data' or 'binary_data_size'")
+    if type(given) is not int or given != nbytes:
+        raise HamletError(f"input '{name}' has binary_data_size {given!s:.20}", f"it is {nbytes}")
+    part = binary[at : at + nbytes]
+    if len(part) != nbytes:
+        raise HamletError(f"input '{name}' is cut short", f"{nbytes} bytes, {len(part)} came")
+    return part
+
+
+def _packed(field: Field, data: Any, rows: int) -> bytes:
+    """JSON data as bytes; flat, or nested as the shape says."""
+    if type(data) is not list:
+        raise HamletError(f"input '{field.name}' has data that is not an array", field.expected())
+    if data and type(data[0]) is list:
+        data = _flatten(field, data, (rows, *field.shape))
+    if len(data) != rows * field.size:
+        raise HamletError(
+            f"input '{field.name}' has {len(data)} numbers, its shape says {rows * field.size}"
+        )
+    types, pack = _PACKERS[field.dtype]
+    if set(map(type, data)) <= types:
+        try:
+            return pack(data)
+        except (ValueError, OverflowError):
+            pass
+    raise HamletError(f"input '{field.name}' holds what is not {field.datatype}", field.expected())
+
+
+def _flatten(field: Field, data: list[Any], shape: tuple[int, ...]) -> list[Any]:
+    for size in shape[1:]:
+        flat = []
+        for part in data:
+            if type(part) is not list or len(part) != size:
+                raise HamletError(
+                    f"input '{field.name}' has nested data of another shape", field.expected()
+                )
+            flat += part
+        data = flat
+    if any(type(x) is list for x in data):
+        raise HamletError(f"input '{field.name}' is nested too deeply", field.expected())
+    return data
+
+
+_PACKERS: dict[str, tuple[set[type], Callable[[list[Any]], bytes]]] = {
+    "uint8": ({int}, bytes),
+    "bool": ({bool}, bytes),
+    "int64": ({int}, lambda data: array("q", data).tobytes()),
+    "float32": ({int, float}, lambda data: array("f", data).tobytes()),
+}
+
+
+def _unknown(entry: Any, known: Any) -> HamletError:
+    if not isinstance(entry, dict):
+        return HamletError("an entry of 'inputs' is not an object")
+    return HamletError(f"input {entry.get('name')!r:.60} is unknown", f"known: {', '.join(known)}")
+
+
+def _misfit(field: Field, entry: dict[str, Any]) -> HamletError:
+    datatype, shape = entry.get("datatype"), entry.get("shape")
+    return HamletError(f"input '{field.name}' is {datatype!s:.20} {shape!s:.60}", field.expected())
+
+
+def _all_used(at: int, binary: memoryview) -> None:
+    if at != len(binary):
+        raise HamletError(f"{len(binary) - at} bytes after the last binary tensor belong to none")
+
+
+# ------------------------------------------------------------------------------------------------
+# Tensors out
+
+
+def _outputs(ask: Ask, model: Model, given: Any) -> list[tuple[str, bool]]:
+    if not isinstance(given, list):
+        raise HamletError("'outputs' is not an array")
+    known = outputs_of(model, ask.sequence is not None)
+    asked: list[tuple[str, bool]] = []
+    for entry in given:
+        name = entry.get("name") if isinstance(entry, dict) else None
+        if name not in known:
+            raise HamletError(f"output {name!r:.60} is unknown", f"known: {', '.join(known)}")
+        parameters = entry.get("parameters") or {}
+        if not isinstance(parameters, dict):
+            raise HamletError(f"'parameters' of output '{name}' is not an object")
+        binary = flag(parameters, "binary_data") if "binary_data" in parameters else ask.binary
+        asked.append((name, binary))
+    return asked or [(name, ask.binary) for name in known]
+
+
+def outputs_of(model: Model, with_sequence: bool) -> list[str]:
+    """What can be asked for; the new state only where the client keeps it."""
+    if with_sequence:
+        return ["action", *model.thoughts]
+    return model.agent.outputs
+
+
+def answer(
+    model: Model, ask: Ask, results: list[tuple[str, np.ndarray, bool]]
+) -> tuple[bytes, int | None]:
+    """The body of a response and, if it has binary tensors, the length of its header.
+
+    Args:
+        results: (name, array, binary).
+    """
+    outputs, tail = [], []
+    for name, values, binary in results:
+        described: dict[str, Any] = {
+            "name": name,
+            "datatype": DATATYPES[str(values.dtype)],
+            "shape": values.shape,
+        }
+        if binary:
+            described["parameters"] = {"binary_data_size": values.nbytes}
+            tail.append(values.tobytes())
+        else:
+            described["data"] = np.ascontiguousarray(values).ravel()
+        outputs.append(described)
+    head: dict[str, Any] = {"model_name": NAME, "model_version": model.version}
+    if ask.id is not None:
+        head["id"] = ask.id
+    header = orjson.dumps({**head, "outputs": outputs}, option=orjson.OPT_SERIALIZE_NUMPY)
+    return b"".join([header, *tail]), len(header) if tail else None
+
+
+def from_decision(decision: Decision, name: str) -> np.ndarray:
+    """The action or a thought, by its name in the graph."""
+    return decision.action if name == "action" else decision.thoughts[name]
+
+
+NAME = "hamlet-agent"
+
+
+def metadata(model: Model) -> dict[str, Any]:
+    """The model's metadata: what a client with a sequence sends and gets."""
+    outputs = {entry["name"]: entry for entry in model.agent.card["schema"]["outputs"]}
+    return {
+        "name": NAME,
+        "versions": [model.version],
+        "platform": "onnxruntime_onnx",
+        "inputs": [
+            {"name": f.name, "datatype": f.datatype, "shape": [-1, *f.shape]}
+            for name in model.agent.inputs
+            if name in model.by_name
+            for f in [model.described[name]]
+        ],
+        "outputs": [
+            {
+                "name": name,
+                "datatype": DATATYPES[outputs[name]["dtype"]],
+                "shape": [-1, *outputs[name]["shape"][1:]],
+            }
+            for name in outputs_of(model, True)
+        ],
+    }

@@ -1,0 +1,201 @@
+"""`hamlet serve`: the process around the engine: sockets, signals, reloads, the log."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from pipeline.files import HamletError
+from pipeline.serving.app import App
+from pipeline.serving.engine import Engine
+from pipeline.serving.metrics import Metrics
+from pipeline.serving.saved import restore, save
+from pipeline.serving.source import FileSource, Source
+
+POLL_SECONDS = 2.0  # between two looks at the source
+DRAIN_SECONDS = 30  # for what was asked before SIGTERM
+HEADER_SECONDS = 10.0  # in which the headers of a request must have come
+
+
+def log(event: str, **facts: Any) -> None:
+    """One JSON line on stderr."""
+    line = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "event": event, **facts}
+    print(json.dumps(line, ensure_ascii=False), file=sys.stderr, flush=True)
+
+
+def serve(
+    source: Source,
+    host: str = "127.0.0.1",
+    port: int = 8080,
+    state_file: Path | None = None,
+    max_sessions: int = 10_000,
+    session_ttl: float = 600.0,
+    poll: float = POLL_SECONDS,
+) -> None:
+    """Serve until SIGTERM or Ctrl-C, then finish what was asked and save the sessions.
+
+    The bearer token is HAMLET_TOKEN, if set. Port 0 takes a free one; the log says which.
+
+    Raises:
+        HamletError: the file cannot be served, the port is taken, the sessions cannot be read or
+            written. (A registry that is not there is waited for instead.)
+    """
+    import uvicorn
+
+    token = os.environ.get("HAMLET_TOKEN") or None
+    engine = Engine(Metrics(), max_sessions, session_ttl)
+    watch = Watch(source, engine)
+    if isinstance(source, FileSource):
+        watch.load()
+    if state_file is not None and state_file.exists():
+        log("sessions restored", sessions=restore(engine, state_file), file=str(state_file))
+
+    class Server(uvicorn.Server):
+        """Ends quietly on a signal: draining is the orderly end, not an interrupt."""
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            app.draining = True
+            self.force_exit = self.should_exit
+            self.should_exit = True
+
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)
+            where = self.servers[0].sockets[0].getsockname()
+            url = f"http://{f'[{where[0]}]' if ':' in where[0] else where[0]}:{where[1]}"
+            log("serving", url=url, source=source.name, token=token is not None)
+            if token is None and not where[0].startswith(("127.", "::1")):
+                log("warning", text="no token: anyone who reaches this port can use it")
+
+    background: list[asyncio.Task[None]] = []
+    failure: list[HamletError] = []
+
+    async def begin() -> None:
+        sweeper = Sweeper(app, server)
+        background.append(asyncio.create_task(every(poll, watch.look)))
+        background.append(asyncio.create_task(every(1.0, sweeper.sweep)))
+        gc.collect()
+        gc.freeze()  # what is here now stays: not worth looking at again and again
+
+    async def end() -> None:
+        log("draining", sessions=len(engine.sessions))
+        await engine.drain()
+        for task in background:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        if state_file is not None:
+            try:
+                log("sessions saved", sessions=save(engine, state_file), file=str(state_file))
+            except HamletError as error:
+                failure.append(error)
+        engine.shutdown()
+
+    app = App(engine, log, token, begin, end)
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        ws="none",
+        lifespan="on",
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=DRAIN_SECONDS,
+        backlog=4096,
+    )
+    server = Server(config)
+    try:
+        server.run()
+    except SystemExit:
+        raise HamletError(
+            f"{host}:{port} cannot be listened on", "another process has it: name another --port"
+        ) from None
+    if failure:
+        raise failure[0]
+    log("ended")
+
+
+async def every(seconds: float, do: Callable[[], Any]) -> None:
+    """Do something at intervals until cancelled; it may be a coroutine function."""
+    while True:
+        result = do()
+        if result is not None:
+            await result
+        await asyncio.sleep(seconds)
+
+
+class Watch:
+    """Takes up what the source holds, whenever it changes."""
+
+    def __init__(self, source: Source, engine: Engine) -> None:
+        self.source, self.engine = source, engine
+        self._seen: str | None = None
+        self._complaint = ""
+
+    def load(self) -> None:
+        """Load what is there now; raises HamletError if that cannot be served."""
+        seen = self.source.look()
+        self.engine.install(self.engine.prepare(*self.source.fetch()))
+        self._take(seen)
+
+    async def look(self) -> None:
+        """Load what is there if it changed. Whatever is wrong, the server goes on as it is."""
+        try:
+            seen = await asyncio.to_thread(self.source.look)
+            if seen == self._seen:
+                self._complaint = ""
+                return
+            agent, version = await asyncio.to_thread(self.source.fetch)
+            model = await asyncio.to_thread(self.engine.prepare, agent, version)
+            if model is self.engine.current:
+                self._seen = seen
+                return
+            self.engine.install(model)
+            self.engine.metrics.reloads["done"] += 1
+            self._take(seen)
+        except Exception as error:
+            # A HamletError, or whatever a library makes of a broken file: nothing may stop serving.
+            if str(error) != self._complaint:  # once, not at every look
+                self._complaint = str(error)
+                self.engine.metrics.reloads["failed"] += 1
+                log("not loaded", source=self.source.name, error=str(error)[:500])
+
+    def _take(self, seen: str) -> None:
+        self._seen, self._complaint = seen, ""
+        model = self.engine.current
+        assert model is not None
+        providers = model.agent.session.get_providers()
+        sha = model.agent.card["sha256"]
+        log("loaded", version=model.version, sha256=sha, provider=providers[0])
+
+
+class Sweeper:
+    """Every second: idle sessions, bodies and headers that do not come."""
+
+    def __init__(self, app: App, server: Any) -> None:
+        self.app, self.server = app, server
+        self._waiting: dict[Any, float] = {}
+
+    def sweep(self) -> None:
+        self.app.engine.sweep()
+        self.app.sweep()
+        now = time.monotonic()
+        waiting = {}
+        for connection in self.server.server_state.connections:
+            idle = connection.cycle is None or connection.cycle.response_complete
+            if idle and connection.timeout_keep_alive_task is None:  # within a request's headers
+                waiting[connection] = since = self._waiting.get(connection, now)
+                if now - since > HEADER_SECONDS:
+                    connection.transport.close()
+        self._waiting = waiting

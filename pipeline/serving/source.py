@@ -1,0 +1,129 @@
+"""Where the agent comes from: a file, or an alias or version of MLflow's registry.
+
+Only a registry source needs mlflow; it is imported when one is used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any, Protocol
+
+from pipeline.files import HamletError, write_json
+from pipeline.serving.agent import OnnxAgent
+
+REGISTRY = re.compile(r"models:/([^/@]+)(?:@([\w.-]+)|/(\d+))")
+
+
+class Source(Protocol):
+    """Something that may hold another agent tomorrow."""
+
+    name: str
+
+    def look(self) -> str:
+        """What is there now, cheaply; another string when it may be another agent.
+
+        Raises:
+            HamletError: it cannot be seen.
+        """
+
+    def fetch(self) -> tuple[OnnxAgent, str]:
+        """The agent and its version.
+
+        Raises:
+            HamletError: it is missing, corrupt or cannot be reached.
+        """
+
+
+def open_source(where: str) -> Source:
+    """`models:/NAME@ALIAS`, `models:/NAME/VERSION` or the path of an ONNX file."""
+    if not where.startswith("models:"):
+        return FileSource(where)
+    found = REGISTRY.fullmatch(where)
+    if found is None:
+        raise HamletError(
+            f"{where} names no model", "write models:/NAME@ALIAS, models:/NAME/VERSION or a file"
+        )
+    return RegistrySource(where, *found.groups())
+
+
+class FileSource:
+    """An ONNX file with its card beside it. Its version is the beginning of its hash."""
+
+    def __init__(self, path: str) -> None:
+        self.name, self.path = path, Path(path)
+
+    def look(self) -> str:
+        try:
+            seen = [os.stat(p) for p in (self.path, self.path.with_name(self.path.name + ".json"))]
+        except OSError as error:
+            raise HamletError(f"{error.filename} cannot be read ({error.strerror})") from None
+        return " ".join(f"{s.st_ino} {s.st_size} {s.st_mtime_ns}" for s in seen)
+
+    def fetch(self) -> tuple[OnnxAgent, str]:
+        agent = OnnxAgent(self.path)
+        return agent, agent.card["sha256"][:12]
+
+
+class RegistrySource:
+    """A registered model of MLflow; its version is the registry's.
+
+    The tracking server is MLFLOW_TRACKING_URI, else `mlflow.db` in the current folder.
+    """
+
+    def __init__(self, uri: str, model: str, alias: str | None, version: str | None) -> None:
+        self.name, self.model, self.alias, self.version = uri, model, alias, version
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        try:
+            import mlflow.tracking
+        except ImportError:
+            raise HamletError(
+                f"{uri} is in MLflow's registry and mlflow is not installed",
+                "run `pip install mlflow`, or serve a file",
+            ) from None
+        self.uri = os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
+        self._mlflow: Any = mlflow
+
+    def look(self) -> str:
+        if self.version is not None:
+            return self.version
+        return str(self._asked(self._client().get_model_version_by_alias, self.alias).version)
+
+    def fetch(self) -> tuple[OnnxAgent, str]:
+        version = self.look()
+        found = self._asked(self._client().get_model_version, version)
+        with tempfile.TemporaryDirectory() as folder:
+            place = f"models:/{self.model}/{version}"
+            self._mlflow.set_tracking_uri(self.uri)
+            self._mlflow.set_registry_uri(self.uri)
+            try:
+                local = self._mlflow.artifacts.download_artifacts(place, dst_path=folder)
+                card = self._mlflow.models.get_model_info(local).metadata["card"]
+            except Exception as error:
+                raise HamletError(f"{place} cannot be loaded ({_reason(error)})") from None
+            path = Path(local) / "model.onnx"
+            card = json.loads(card)
+            if found.tags.get("sha256") != card["sha256"]:
+                raise HamletError(f"{place} holds another agent than its tag says")
+            write_json(path.with_name("model.onnx.json"), card)
+            return OnnxAgent(path), version
+
+    def _client(self) -> Any:
+        if self.uri.startswith("sqlite:///") and not Path(self.uri[10:]).is_file():
+            # MLflow would make an empty one.
+            raise HamletError(f"{self.uri[10:]} is missing", "set MLFLOW_TRACKING_URI")
+        return self._mlflow.tracking.MlflowClient(self.uri, registry_uri=self.uri)
+
+    def _asked(self, question: Any, key: str | None) -> Any:
+        try:
+            return question(self.model, key)
+        except Exception as error:  # whatever MLflow, SQLite or the network say
+            raise HamletError(f"{self.name} is not to be had ({_reason(error)})") from None
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -22,6 +22,7 @@ from stages.collect import make_town
 from stages.common import progress, stage
 
 TOLERANCE = 1e-4
+SPLITS = 1e-4  # share of agent-ticks in which the two runtimes may break a tie differently
 PARITY_BATCHES = (1, 7, 256)
 OUTPUTS = (
     "action",
@@ -127,9 +128,7 @@ def main() -> None:
         theirs = {batch: agent.start(batch) for batch in PARITY_BATCHES}
         for started in theirs.values():
             started["state_rng"][:] = 0  # as ours
-        worst = dict.fromkeys(PARITY_BATCHES, 0.0)
-        worst_name, worst_gap = "", 0.0
-        different = dict.fromkeys(PARITY_BATCHES, 0)
+        parity = {batch: Parity() for batch in PARITY_BATCHES}
         for _ in progress(s.params.agent.parity_ticks, "agent: parity"):
             obs = observation_from(town.observe(world), 2)
             with torch.no_grad():
@@ -137,38 +136,74 @@ def main() -> None:
             for batch in PARITY_BATCHES:
                 fields = {name: x[:batch].numpy() for name, x in zip(obs._fields, obs, strict=True)}
                 decision = agent.act(fields, theirs[batch])
-                theirs[batch] = decision.state
                 got = [decision.action, *decision.state.values(), *decision.thoughts.values()]
-                for name, left, right in zip(OUTPUTS, ours, got, strict=True):
-                    gap = difference(left[:batch], torch.from_numpy(right))
-                    if left.is_floating_point():
-                        worst[batch] = max(worst[batch], gap)
-                        if gap > worst_gap:
-                            worst_name, worst_gap = name, gap
-                    elif name == "action":
-                        different[batch] += int((left[:batch].numpy() != right).sum())
+                expected = {name: x[:batch] for name, x in zip(OUTPUTS, ours, strict=True)}
+                found = dict(zip(OUTPUTS, map(torch.from_numpy, got), strict=True))
+                split = parity[batch].add(expected, found)
+                theirs[batch] = {
+                    STATE + name: torch.where(
+                        split.view(-1, *[1] * (expected[NEXT + name].ndim - 1)),
+                        expected[NEXT + name],
+                        found[NEXT + name],
+                    ).numpy()
+                    for name in AgentState._fields
+                }
             state = AgentState(*ours[1 : 1 + len(AgentState._fields)])
             world = town.step_core(world, ours[0].unflatten(0, (-1, shape.num_agents)))
         numbers = {
-            **{f"parity_batch_{batch}": gap for batch, gap in worst.items()},
-            **{f"different_actions_batch_{batch}": n for batch, n in different.items()},
+            **{f"parity_batch_{batch}": found.gap for batch, found in parity.items()},
+            **{f"different_actions_batch_{batch}": p.actions for batch, p in parity.items()},
+            **{f"split_ties_batch_{batch}": found.splits for batch, found in parity.items()},
             "onnx_bytes": paths.AGENT.stat().st_size,
         }
         write_json(paths.metrics("agent"), numbers)
         s.run.metrics(numbers)
-        if max(worst.values()) > TOLERANCE or any(different.values()):
+        bad = next((found for found in parity.values() if not found.holds()), None)
+        if bad:
             raise HamletError(
-                f"agent.onnx differs from PyTorch: {sum(different.values())} actions, "
-                f"'{worst_name}' by up to {worst_gap:.2g}",
+                f"agent.onnx differs from PyTorch: {bad.splits} decisions ({bad.actions} actions) "
+                f"of {bad.rows}, '{bad.name}' by up to {bad.gap:.2g}",
                 "run `hamlet doctor`: these versions of torch and onnxruntime do not agree",
             )
+
+
+class Parity:
+    """The differences between two runs of think(), tick by tick.
+
+    Sums differ in their last bits between runtimes, so where two choices are as good as equal one
+    may take the one and the other the other: that is a split. Its row is not compared further.
+    """
+
+    CHOICES = ("action", NEXT + "goal", "candidates", "imagined_actions")
+
+    def __init__(self) -> None:
+        self.rows = self.splits = self.actions = 0
+        self.gap, self.name = 0.0, ""
+
+    def add(self, expected: dict[str, Tensor], found: dict[str, Tensor]) -> Tensor:
+        """Compare one tick; returns the rows that split, bool [B]."""
+        unequal = [(expected[name] != found[name]).flatten(1 if expected[name].ndim > 1 else 0)
+                   for name in self.CHOICES]  # fmt: skip
+        split = torch.stack([x.any(1) if x.ndim > 1 else x for x in unequal]).any(0)
+        self.rows += len(split)
+        self.splits += int(split.sum())
+        self.actions += int(unequal[0].sum())
+        for name, left in expected.items():
+            if left.is_floating_point():
+                gap = difference(left[~split], found[name][~split])
+                if gap > self.gap:
+                    self.gap, self.name = gap, name
+        return split
+
+    def holds(self) -> bool:
+        return self.gap <= TOLERANCE and self.splits <= max(1.0, SPLITS * self.rows)
 
 
 def difference(a: Tensor, b: Tensor) -> float:
     """Largest absolute difference; entries that forbid an action count as equal."""
     a, b = a.double(), b.double()
     both_forbidden = (a < -1e30) & (b < -1e30)
-    return torch.where(both_forbidden, 0.0, (a - b).abs()).max().item()
+    return torch.where(both_forbidden, 0.0, (a - b).abs()).amax().item() if a.numel() else 0.0
 
 
 if __name__ == "__main__":

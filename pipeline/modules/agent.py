@@ -55,6 +55,7 @@ class Thoughts(NamedTuple):
     social_confidence: Tensor
     social_reason: Tensor
     candidates: Tensor
+    imagined_actions: Tensor
     imagined_rewards: Tensor
     imagined_meters: Tensor
     imagined_return: Tensor
@@ -337,6 +338,7 @@ class Mind(nn.Module):
             social.confidence,
             social.reason,
             candidates,
+            future.actions,
             future.rewards,
             future.known_state[..., :8],
             returns,

@@ -123,11 +123,9 @@ class Update:
             loss, diagnostics = self._gradients(batch)
         with region("optimizer"):
             norm = self._apply()
-        return {
-            "loss": loss.detach(),
-            "grad_norm": norm.detach(),
-            "compile_active": torch.tensor(float(self.compile_active)),
-        } | {name: value.detach() for name, value in diagnostics.items()}
+        told = {"loss": loss, "grad_norm": norm} | diagnostics
+        told["compile_active"] = torch.tensor(float(self.compile_active))
+        return {name: value.detach() for name, value in told.items()}
 
     def _gradients(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
         self.optimizer.zero_grad(set_to_none=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pipeline.export.frozen import load_frozen, tensor_schema
-from pipeline.export.onnx import OPSET, export_onnx
+from pipeline.export.onnx import OPSET, export_mind
 from pipeline.files import HamletError, write_card, write_json
 from pipeline.modules.agent import AgentState, FrozenPolicy, Mind, Thoughts
 from pipeline.modules.contracts import (
@@ -100,7 +100,7 @@ def main() -> None:
                 strict=True,
             )
         )
-        export_onnx(mind, inputs, OUTPUTS, paths.AGENT)
+        export_mind(mind, inputs, OUTPUTS, paths.AGENT)
         with torch.no_grad():
             produced = mind(*inputs.values())
         write_card(

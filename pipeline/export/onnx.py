@@ -1,24 +1,34 @@
-"""Export a whole module as one ONNX file with named inputs and outputs and a dynamic batch."""
+"""Export modules as ONNX with named inputs and outputs and a dynamic batch, each as one file.
+
+The mind's imagination becomes a branch: it runs on the rows that deliberate, gathered, and not at
+all when none does.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import onnx
 import torch
+from onnx import TensorProto, helper
 from torch import Tensor, nn
 
 from pipeline.export.frozen import Flat, quiet
 from pipeline.files import atomic_path
 
+if TYPE_CHECKING:
+    from pipeline.modules.agent import Mind
+
 OPSET = 20
 
 
 def export_onnx(
-    module: nn.Module, inputs: Mapping[str, Tensor], outputs: Sequence[str], path: Path
-) -> None:
-    """Write `module` to `path`: a single file without stack traces, paths or clocks.
+    module: nn.Module, inputs: Mapping[str, Tensor], outputs: Sequence[str]
+) -> onnx.ModelProto:
+    """`module` as an ONNX model without stack traces, paths or clocks.
 
     Args:
         module: takes tensors by position and returns tensors.
@@ -55,5 +65,143 @@ def export_onnx(
         for value, name in zip(values, names, strict=True):
             value.name = name
             value.metadata_props.clear()
+    return program.model_proto
+
+
+def export_mind(
+    mind: Mind, inputs: Mapping[str, Tensor], outputs: Sequence[str], path: Path
+) -> None:
+    """Write `mind` to `path`; arguments as of `export_onnx`."""
+    hole = _WithAHole(mind, len(inputs))
+    with torch.no_grad():
+        asked = _asked(mind, tuple(inputs.values()))
+        given = mind.consider(*asked[1:])
+    questions = {f"asked_{i}": tensor for i, tensor in enumerate(asked)}
+    answers = {f"given_{i}": tensor for i, tensor in enumerate(given)}
+    body = export_onnx(hole, {**inputs, **answers}, [*outputs, *questions])
+    imagination = export_onnx(
+        _Consider(mind),
+        {f"row_{name}": tensor for name, tensor in list(questions.items())[1:]},
+        [f"row_{name}" for name in answers],
+    )
+    _fill(body, imagination, list(questions), list(answers))
+    onnx.checker.check_model(body)
     with atomic_path(path) as temporary:
-        program.save(str(temporary), external_data=False)
+        temporary.write_bytes(body.SerializeToString(deterministic=True))
+
+
+class _WithAHole(nn.Module):
+    """One tick whose imagination comes in and whose questions to it go out."""
+
+    def __init__(self, mind: Mind, count: int) -> None:
+        super().__init__()
+        self.mind, self.count = mind, count
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        asked: list[Tensor] = []
+
+        def consider(*questions: Tensor) -> Sequence[Tensor]:
+            asked.extend(questions)
+            return tensors[self.count :]
+
+        outputs = self.mind.tick(tensors[: self.count], consider)
+        return (*outputs, *asked)
+
+
+class _Consider(nn.Module):
+    def __init__(self, mind: Mind) -> None:
+        super().__init__()
+        self.mind = mind
+
+    def forward(self, *asked: Tensor) -> tuple[Tensor, ...]:
+        return self.mind.consider(*asked)
+
+
+def _asked(mind: Mind, inputs: Sequence[Tensor]) -> list[Tensor]:
+    asked: list[Tensor] = []
+
+    def consider(*questions: Tensor) -> Sequence[Tensor]:
+        asked.extend(questions)
+        return mind.consider(*questions[1:])
+
+    mind.tick(inputs, consider)
+    return asked
+
+
+def _fill(
+    body: onnx.ModelProto, imagination: onnx.ModelProto, questions: list[str], answers: list[str]
+) -> None:
+    """Put the imagination into the body, for the rows where `questions[0]` (bool [B]) is true."""
+    inner = onnx.compose.add_prefix(imagination, "imagine/").graph
+    graph = body.graph
+    types = {v.name: v.type for v in graph.input}
+    deliberate, *asked = questions
+    node = helper.make_node
+
+    rows = [  # int64 [n, 1] of the rows that deliberate
+        node("NonZero", [deliberate], ["slice/where"]),
+        node("Transpose", ["slice/where"], ["slice/rows"], perm=[1, 0]),
+        node("Squeeze", ["slice/where", "slice/first"], ["slice/index"]),
+    ]
+    gather = [
+        node("Gather", [name, "slice/index"], [f"imagine/row_{name}"], axis=0) for name in asked
+    ]
+    scatter, nothing = [], []
+    constants = [helper.make_tensor("slice/first", TensorProto.INT64, [1], [0])]
+    shapes = [node("Shape", [deliberate], ["slice/batch"])]
+    for name in answers:
+        tensor = types[name].tensor_type
+        sizes = [d.dim_value for d in tensor.shape.dim[1:]]
+        rest, shape, blank = (f"slice/{name}_{part}" for part in ("rest", "shape", "blank"))
+        constants.append(helper.make_tensor(rest, TensorProto.INT64, [len(sizes)], sizes))
+        zero = helper.make_tensor("zero", tensor.elem_type, [1], [0])
+        zeros = [
+            node("Concat", ["slice/batch", rest], [shape], axis=0),
+            node("ConstantOfShape", [shape], [blank], value=zero),
+        ]
+        nothing += zeros
+        scatter += [
+            *zeros,
+            node("ScatterND", [blank, "slice/rows", f"imagine/row_{name}"], [f"slice/{name}"]),
+        ]
+
+    def branch(name: str, nodes: list[Any], results: list[str], weights: list[Any]) -> Any:
+        made = [
+            helper.make_value_info(result, types[answer])
+            for result, answer in zip(results, answers, strict=True)
+        ]
+        return helper.make_graph(nodes, name, [], made, initializer=weights)
+
+    then = branch(
+        "deliberate",
+        [*rows, *shapes, *gather, *inner.node, *scatter],
+        [f"slice/{name}" for name in answers],
+        [*inner.initializer, *constants],
+    )
+    otherwise = branch(
+        "go_on",
+        [*shapes, *nothing],
+        [f"slice/{name}_blank" for name in answers],
+        constants[1:],
+    )
+    anyone = [
+        node("Cast", [deliberate], ["slice/as_number"], to=TensorProto.INT32),
+        node("ReduceMax", ["slice/as_number"], ["slice/any"], keepdims=0),
+        node("Cast", ["slice/any"], ["slice/anyone"], to=TensorProto.BOOL),
+        node("If", ["slice/anyone"], answers, then_branch=then, else_branch=otherwise),
+    ]
+    later = set(answers)  # everything that depends on the answers comes after them
+    before, after = [], []
+    for one in graph.node:
+        if later.intersection(one.input):
+            later.update(one.output)
+            after.append(one)
+        else:
+            before.append(one)
+    nodes = [*before, *anyone, *after]
+    inputs = [v for v in graph.input if v.name not in answers]
+    outputs = [v for v in graph.output if v.name not in questions]
+    for field, values in (("node", nodes), ("input", inputs), ("output", outputs)):
+        kept = [type(v).FromString(v.SerializeToString()) for v in values]
+        graph.ClearField(field)
+        getattr(graph, field).extend(kept)

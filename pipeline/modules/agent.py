@@ -6,7 +6,7 @@ drive training rollouts and, exported whole, the ONNX file.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -209,7 +209,9 @@ class Mind(nn.Module):
             legal = (legal_logit > 0) | (legal_logit == legal_logit.amax(-1, keepdim=True))
             steps.append((action, known, reward, alive, value))
         total = total + discount * alive * value
-        confidence = trust.clamp_min(1e-9) ** (1 / self.horizon)
+        # Roots and logarithms in double precision: ONNX Runtime's single ones depend, in the last
+        # bit, on where in the batch a row stands.
+        confidence = (trust.clamp_min(1e-9).double() ** (1 / self.horizon)).float()
         reason = torch.where(novel, 1, torch.where(confidence < 0.37, 2, 0)).long()
         actions, knowns, rewards, continues, values = (
             torch.stack(x, 1).unflatten(0, (-1, c)) for x in zip(*steps, strict=True)
@@ -298,8 +300,8 @@ class Mind(nn.Module):
         """
         multipliers = [pow(MULTIPLIER, k, MODULUS) for k in range(1, count + 1)]
         numbers = ((rng + 1).unsqueeze(-1) * rng.new_tensor(multipliers)) % MODULUS
-        uniform = (numbers.to(torch.float32) / MODULUS).clamp(1e-6, 1 - 1e-6)
-        return -(-uniform.log()).log(), numbers[..., -1] % (MODULUS - 1)
+        uniform = (numbers.double() / MODULUS).clamp(1e-6, 1 - 1e-6)
+        return (-(-uniform.log()).log()).float(), numbers[..., -1] % (MODULUS - 1)
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """One tick: observation fields then state fields, both flat.
@@ -309,7 +311,27 @@ class Mind(nn.Module):
         likeliest action could pace up and down for ever where it knows no better.)
 
         Returns:
-            action int64 [.], the five fields of the new `AgentState`, the fields of `Thoughts`.
+            action int64 [.], the five fields of the new `AgentState`, the fields of `Thoughts`;
+            what is imagined is zero for those who do not deliberate.
+        """
+
+        def everyone(deliberate: Tensor, *asked: Tensor) -> tuple[Tensor, ...]:
+            return tuple(
+                torch.where(deliberate.view(-1, *[1] * (x.ndim - 1)), x, torch.zeros_like(x))
+                for x in self.consider(*asked)
+            )
+
+        return self.tick(tensors, everyone)
+
+    def tick(
+        self, tensors: Sequence[Tensor], consider: Callable[..., Sequence[Tensor]]
+    ) -> tuple[Tensor, ...]:
+        """As `forward`, with somebody else calling `self.consider` for those who deliberate.
+
+        Args:
+            tensors: as `forward` takes them.
+            consider: (deliberate bool [.], arguments of `self.consider`) -> what it returns, zero
+                for those who do not deliberate.
         """
         obs = RawObservation(*tensors[: len(RawObservation._fields)])
         state = AgentState(*tensors[len(RawObservation._fields) :])
@@ -317,10 +339,11 @@ class Mind(nn.Module):
 
         prior = self.policy.prior_logits(f)
         candidates = prior.topk(self.candidates, -1).indices
-        future, returns = self.imagine(belief.log_std, f, obs.action_mask, candidates)
-        considered = self.policy.goal_logits(prior, candidates, returns, future.confidence)
-
         deliberate = state.clock % self.policy.meta_period == 0
+        considered, *imagined = consider(
+            deliberate, belief.log_std, *f, obs.action_mask, candidates, prior
+        )
+
         ended = self.policy.goal_ended(f.known_state, state.goal, state.goal_age)
         logits = torch.where(deliberate[:, None], considered, prior)
         decide = deliberate | ended
@@ -338,12 +361,7 @@ class Mind(nn.Module):
             social.confidence,
             social.reason,
             candidates,
-            future.actions,
-            future.rewards,
-            future.known_state[..., :8],
-            returns,
-            future.confidence,
-            future.uncertainty_reason,
+            *imagined,
             action_logits,
         )
         return (
@@ -355,4 +373,29 @@ class Mind(nn.Module):
             state.clock + 1,
             rng,
             *thoughts,
+        )
+
+    def consider(
+        self,
+        log_std: Tensor,
+        mean: Tensor,
+        place_log_std: Tensor,
+        known_state: Tensor,
+        rivals: Tensor,
+        mask: Tensor,
+        candidates: Tensor,
+        prior: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Imagine the candidates and weigh them: D1's goal logits float32 [., G], then the imagined
+        actions, rewards, meters, returns, confidence and reasons of `Thoughts`."""
+        f = Features(mean, place_log_std, known_state, rivals)
+        future, returns = self.imagine(log_std, f, mask, candidates)
+        return (
+            self.policy.goal_logits(prior, candidates, returns, future.confidence),
+            future.actions,
+            future.rewards,
+            future.known_state[..., :8],
+            returns,
+            future.confidence,
+            future.uncertainty_reason,
         )

@@ -160,6 +160,7 @@ class OnnxAgent:
                     ],
                 }
                 for c in range(thoughts["candidates"].shape[1])
+                if thoughts["imagination_confidence"][row, c] > 0  # it deliberated at this tick
             ],
             "others": [
                 {

@@ -45,7 +45,8 @@ def main() -> None:
         inputs = example_inputs(world)
         outputs = ("logits", "value", "score")
         with atomic_path(PROVER_ONNX) as temporary:
-            export_onnx(prover.eval(), inputs, outputs, temporary)
+            model = export_onnx(prover.eval(), inputs, outputs)
+            temporary.write_bytes(model.SerializeToString(deterministic=True))
         write_card(
             PROVER_ONNX,
             kind="prover scorer",

@@ -8,7 +8,6 @@ from pipeline.proofs import load_prover, proof_svg
 from pipeline.proofs.knowledge import find
 from pipeline.proofs.ranking import evaluate_scores, pose, sampled_negatives
 from pipeline.proofs.trace import prove
-from pipeline.proofs.world import prior_log_odds
 from stages import paths
 from stages.common import stage
 from stages.prove import PROVER
@@ -22,14 +21,14 @@ def main() -> None:
     with stage("prove_evaluate") as s:
         prover, world = load_prover(PROVER)
         graph = world.graph
-        questions = pose(graph, world.closure, "test")
+        questions = pose(graph, world.closure, graph.splits["test"], graph.known())
         negatives = sampled_negatives(graph, questions, 100, s.params.seed)
         ranked = rank(world, prover, questions, negatives, s.params.proofs.slots)
         baseline = evaluate_scores(
             graph,
             questions,
             ranked.keys,
-            prior_log_odds(world.closure, ranked.keys).double(),
+            world.closure.log_odds(ranked.keys).double(),
             negatives,
             lambda name: f"symbolic_{name}",
         )

@@ -38,6 +38,7 @@ from pipeline.proofs.ranking import (
     Questions,
     evaluate_scores,
     pose,
+    rivals,
     sampled_negatives,
     surprise,
 )
@@ -46,7 +47,8 @@ from pipeline.proofs.world import ProofWorld
 from pipeline.town.counter import counter_uniform
 
 _SAMPLE = 64  # first stream of the action sampler
-TRUSTS = (0.0, 0.03, 0.1, 0.3, 1.0)
+LEAST_TRUST = 0.01  # enough to order what is tied
+TRUSTS = (0.0, LEAST_TRUST, 0.03, 0.1, 0.3, 0.5, 0.7, 1.0)
 LOOKS = 15  # times in a phase that the validation split is looked at
 MAX_CHOOSING = 3000  # triples to choose by, at most
 CHUNK = 4096  # queries observed at a time
@@ -252,24 +254,26 @@ def derivable(world: ProofWorld, questions: Questions) -> Tensor:
 
 
 class Choice:
-    """The weights and the trust in them that rank the validation questions best so far.
+    """The weights and the trust in them that rank the validation split best so far.
 
-    Ranks depend on the scores at the roots alone, so the roots are looked at once, and every
-    derived candidate counts as proven. Between equal ranks the lesser `surprise` decides. Neither
-    the test split nor what the prover is trained on is used.
+    What counts is the gain in reciprocal rank over the symbolic baseline, less one standard error:
+    what may be luck is no gain. Between equals the least trust is best, but for none at all: a
+    little orders what the baseline leaves tied. Then the weights of least `surprise` are best. The
+    test split plays no part. Ranks depend on the scores at the roots alone, so the roots are looked
+    at once and every derived candidate counts as proven.
 
     Attributes:
-        best: (rounded quality, -surprise) of what is chosen.
-        label: float tensors that tell what was chosen: the phase (0 imitation, 1 PPO), its step.
+        best: (gain, minus the trust, minus the surprise at full trust) of what is chosen.
+        label: what was chosen: phase (0 imitation, 1 PPO), step, trust.
     """
 
     def __init__(self, world: ProofWorld, prover: Prover) -> None:
         self.world, self.prover = world, prover
-        self.best = (-1.0, 0.0)
+        self.best = (-1.0, 0.0, 0.0)
         self.label: dict[str, float] = {}
         self.weights = _copy(prover)
         graph = world.graph
-        asked = world.to_choose_by()
+        asked = graph.splits["valid"]
         if len(asked) > MAX_CHOOSING:
             order = torch.randperm(len(asked), generator=torch.Generator().manual_seed(0))
             asked = asked[order[:MAX_CHOOSING]]
@@ -278,35 +282,50 @@ class Choice:
         self.negatives = sampled_negatives(graph, self.questions, 100, seed=1)
         self.keys = derivable(world, self.questions)
         self.roots = observe_roots(world, to_triples(self.keys, graph.num_entities))
+        self.prior = world.closure.log_odds(self.keys).double() * prover.use_prior
+        self.baseline = self.reciprocal_ranks(self.prior) * prover.use_prior
 
     @torch.no_grad()
     def consider(self, **label: float) -> None:
         """Compare the prover's weights, under every trust, with the best so far."""
-        if len(self.keys) == 0:
+        if len(self.keys) == 0:  # nothing to choose by: the last weights order what is tied
+            trust = LEAST_TRUST if self.prover.use_prior else 1.0
+            self.label = label | {"trust": trust}
+            self.weights = _copy(self.prover) | {"trust": torch.tensor(trust)}
             return
-        prior = self.roots["prior"].double()
         self.prover.trust.fill_(1.0)
         score = [self.prover.see(part).score.double() for part in self.roots.split(CHUNK)]
-        correction = torch.cat(score) - prior * self.prover.use_prior
+        correction = torch.cat(score) - self.prior
+        loss = surprise(self.questions, self.keys, self.prior + correction)
         for trust in TRUSTS if self.prover.use_prior else (1.0,):
-            order = self.quality(prior * self.prover.use_prior + trust * correction)
+            order = (self.gain(self.prior + trust * correction), -(trust or 2.0), -loss)
             if order > self.best:
                 self.best, self.label = order, label | {"trust": trust}
                 self.weights = _copy(self.prover) | {"trust": torch.tensor(trust)}
 
-    def quality(self, scores: Tensor) -> tuple[float, float]:
-        """What the choice goes by, for scores float64 of `keys`: more is better."""
-        questions, keys = self.questions, self.keys
-        metrics = evaluate_scores(self.world.graph, questions, keys, scores, self.negatives)
-        names = [n for n in ("mrr_all", "mrr_100", "auc_pr") if n in metrics]
-        mean = sum(metrics[n] for n in names) / len(names)
-        return round(mean, 4), -round(surprise(questions, keys, scores), 4)
+    def gain(self, scores: Tensor) -> float:
+        """Gain of scores float64 of `keys` over the baseline, less its standard error."""
+        gained = self.reciprocal_ranks(scores) - self.baseline
+        error = gained.std() / len(gained) ** 0.5 if len(gained) > 1 else gained.abs().sum()
+        return round(float(gained.mean() - error), 4)
+
+    def reciprocal_ranks(self, scores: Tensor) -> Tensor:
+        """float64 [Q] of each question, the mean of both protocols."""
+        found = [
+            1.0 / (1.0 + higher.double() + equal.double() / 2.0)
+            for higher, equal in (
+                rivals(self.questions, self.keys, scores, sample)
+                for sample in (None, self.negatives)
+            )
+        ]
+        return torch.stack(found).mean(0)
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": list(self.best), "label": self.label, "weights": self.weights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best = (state["best"][0], state["best"][1])
+        gain, trust, loss = state["best"]
+        self.best = (gain, trust, loss)
         self.label, self.weights = state["label"], state["weights"]
 
 
@@ -318,7 +337,9 @@ def observe_roots(world: ProofWorld, queries: Tensor) -> TensorDict:
         seen = world.observe(world.reset(0, len(part)))
         parts.append(seen.select(*ProverInput._fields))
     world.train()
-    return torch.cat(parts) if parts else TensorDict({}, batch_size=[0])
+    names = ProverInput._fields if parts else ()
+    columns = {name: torch.cat([part[name] for part in parts]) for name in names}
+    return TensorDict(columns, batch_size=[len(queries)])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -355,10 +376,9 @@ def train_prover(
         file = checkpoint and checkpoint.with_suffix(f".{phase}.pt")
         _train(world, prover, choice, config, seed + number, phase, report, file, save_every)
     prover.load_state_dict(choice.weights)
-    quality, loss = choice.best
     chosen = {f"chosen_{name}": value for name, value in choice.label.items()}
     seconds = time.perf_counter() - began
-    return {"training_seconds": seconds, "quality": quality, "surprise": -loss} | chosen
+    return {"training_seconds": seconds, "valid_gain": choice.best[0]} | chosen
 
 
 def _train(
@@ -411,7 +431,7 @@ def _train(
         if (step + 1) * LOOKS // total > step * LOOKS // total:
             choice.consider(phase=float(not imitating), step=step + 1.0)
             prover.trust.fill_(1.0)
-        numbers["quality"] = torch.tensor(choice.best[0])
+        numbers["valid_gain"] = torch.tensor(choice.best[0])
         if report:
             report(phase, step, total, numbers)
         if saver:

@@ -2,8 +2,8 @@
 
 A data set is a folder with `train.txt` (`valid.txt`, `test.txt`), `rules.txt` and, if entities have
 types, `domain2constants.txt`. Triples are Prolog atoms `pred(head,tail).` or tab-separated
-`head<TAB>pred<TAB>tail`; rules are `name:weight:body, body -> head`, all arguments variables
-(in either case: `a` and `A` are the same).
+`head<TAB>pred<TAB>tail`; rules are `name:weight:body, body -> head`, whose arguments are variables
+(in either case: `a` and `A` are the same), or entities in single quotes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ class Triple(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """`body -> head` as text; arguments are variable names, shared ones are the same variable."""
+    """`body -> head` as text; arguments are variable names, shared ones are the same variable.
+
+    An argument in single quotes is an entity. `build_graph` takes these out.
+    """
 
     name: str
     weight: float
@@ -78,6 +81,10 @@ class Graph:
     def key(self, triples: Tensor) -> Tensor:
         """int64 [...] one number per triple [..., 3], for sets and look-ups."""
         return atom_key(triples, self.num_entities)
+
+    def known(self) -> Tensor:
+        """int64 [n, 3] the triples of all splits."""
+        return torch.cat(list(self.splits.values()))
 
     def text(self, triple: Sequence[int] | Tensor) -> str:
         predicate, head, tail = (int(x) for x in triple)
@@ -129,7 +136,12 @@ def build_graph(
 
     A triple of `train` is dropped from `test`, one of `train` or `test` from `valid`: what was
     learnt or tuned by heart says nothing, and the test split stays as published.
+
+    An entity `'e'` in a rule becomes a variable that the body binds by `=e(V, V)`, and `=e(e, e)`
+    becomes a fact: the engine needs to know variables only.
     """
+    rules, same = _without_entities(rules)
+    splits = splits | {"train": [*splits.get("train", []), *same]}
     every = [t for split in SPLITS for t in splits.get(split, [])]
     predicates = sorted(
         {t.predicate for t in every} | {a.predicate for r in rules for a in (*r.body, r.head)}
@@ -152,6 +164,35 @@ def build_graph(
         for k, v in (domains or {}).items()
     }
     return Graph(name, tuple(predicates), tuple(entities), tensors, tuple(rules), types)
+
+
+def _without_entities(rules: Sequence[Rule]) -> tuple[list[Rule], list[Triple]]:
+    """The rules with a variable in place of each entity, and the facts that bind it."""
+    plain: list[Rule] = []
+    same: dict[Triple, None] = {}
+    for rule in rules:
+        atoms = (rule.head, *rule.body)
+        taken = {v for a in atoms for v in a[1:]}
+        variables: dict[str, str] = {}
+        for text in sorted(v for v in taken if _is_entity(v)):
+            name = f"IS_{text[1:-1].upper()}"
+            while name in taken:
+                name += "_"
+            taken.add(name)
+            variables[text] = name
+        head, *body = (Triple(a[0], *(variables.get(v, v) for v in a[1:])) for a in atoms)
+        tests = [Triple(f"={text[1:-1]}", v, v) for text, v in variables.items()]
+        same |= {Triple(f"={text[1:-1]}", text[1:-1], text[1:-1]): None for text in variables}
+        plain.append(Rule(rule.name, rule.weight, (*tests, *body), head))
+    return plain, list(same)
+
+
+def _variables_upper(atom: Triple) -> Triple:
+    return Triple(atom[0], *(v if _is_entity(v) else v.upper() for v in atom[1:]))
+
+
+def _is_entity(argument: str) -> bool:
+    return len(argument) > 2 and argument[0] == argument[-1] == "'"
 
 
 def read_triples(path: Path) -> Iterator[Triple]:
@@ -209,11 +250,10 @@ def read_rules(path: Path) -> list[Rule]:
                 f"{where}: the weight {_quote(weight)} is not a number", "write for example 0.9"
             ) from None
         body = tuple(parse_atom(a, where) for a in _split_atoms(body_text, where))
-        body = tuple(Triple(a[0], a[1].upper(), a[2].upper()) for a in body)
-        head = parse_atom(head_text, where)
-        head = Triple(head[0], head[1].upper(), head[2].upper())
+        body = tuple(_variables_upper(a) for a in body)
+        head = _variables_upper(parse_atom(head_text, where))
         rule = Rule(name or f"r{len(rules)}", value, body, head)
-        loose = set(rule.head[1:]) - {v for a in body for v in a[1:]}
+        loose = {v for v in rule.head[1:] if not _is_entity(v)} - {v for a in body for v in a[1:]}
         if loose:
             raise HamletError(
                 f"{where}: the head's variable {min(loose)} is not in the body",

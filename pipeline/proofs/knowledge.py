@@ -94,8 +94,12 @@ class Rules:
         return self.head.shape[0]
 
 
-def encode_rules(graph: Graph) -> Rules:
-    """The rules of a graph as tensors; each body is reordered so that its atoms join up."""
+def encode_rules(graph: Graph, confidence: Tensor | None = None) -> Rules:
+    """The rules of a graph as tensors; each body is reordered so that its atoms join up.
+
+    Args:
+        confidence: float [R]; `of_predicate` lists the surest rules first. By default as given.
+    """
     ids = {p: i for i, p in enumerate(graph.predicates)}
     longest = max((len(r.body) for r in graph.rules), default=1)
     count = len(graph.rules)
@@ -111,7 +115,10 @@ def encode_rules(graph: Graph) -> Rules:
         for j, atom in enumerate(_joined_order(rule)):
             body[i, j] = torch.tensor([ids[atom[0]], *(names[v] for v in atom[1:])])
         num_variables[i] = len(names)
-    groups = [(head[:, 0] == p).nonzero().flatten() for p in range(graph.num_predicates)]
+    order = torch.arange(count)
+    if confidence is not None:
+        order = confidence.argsort(descending=True, stable=True)
+    groups = [order[head[order, 0] == p] for p in range(graph.num_predicates)]
     width = max((len(g) for g in groups), default=0)
     of_predicate = torch.full((graph.num_predicates, max(width, 1)), -1, dtype=torch.int64)
     for p, group in enumerate(groups):

@@ -35,7 +35,7 @@ class ProverInput(NamedTuple):
     """One observation of `ProofWorld.observe`, as tensors: the inputs of the exported scorer."""
 
     query: Tensor
-    is_fact: Tensor
+    hidden: Tensor
     prior: Tensor
     root: Tensor
     kind: Tensor
@@ -129,12 +129,12 @@ class Prover(nn.Module):
         return ProverOutput(logits, self.value(deep).squeeze(-1), score)
 
     def _context(self, x: ProverInput) -> Tensor:
-        """float [B, 4 P]: the signatures of head and tail without the query's own share."""
-        predicates = self.shape.num_predicates
-        own = nn.functional.one_hot(x.query[:, 0], predicates).float() * x.is_fact[:, None].float()
-        none = torch.zeros_like(own)
-        head = self.signature[x.query[:, 1]].expm1() - torch.cat([own, none], -1)
-        tail = self.signature[x.query[:, 2]].expm1() - torch.cat([none, own], -1)
+        """float [B, 4 P]: the signatures of head and tail without the hidden fact's share."""
+        asked = nn.functional.one_hot(x.query[:, 0], self.shape.num_predicates).float()
+        none = torch.zeros_like(asked)
+        as_head, as_tail = (asked * share[:, None].float() for share in x.hidden.unbind(1))
+        head = self.signature[x.query[:, 1]].expm1() - torch.cat([as_head, none], -1)
+        tail = self.signature[x.query[:, 2]].expm1() - torch.cat([none, as_tail], -1)
         return torch.log1p(torch.cat([head, tail], -1).clamp(min=0.0))
 
     def see(self, observation: TensorDict) -> ProverOutput:

@@ -27,6 +27,7 @@ class Questions:
         triples: int64 [Q, 3] the true triple of each question.
         side: int64 [Q] the argument that is corrupted: 1 = head, 2 = tail.
         answers: int64 [Q] keys of the true triples.
+        known: int64 [K] keys of all triples that are no corruption, ascending.
         pool_size: int64 [Q] candidates that stay after filtering, without the true one.
         candidate_question: int64 [C] question of each derivable candidate that is no known fact.
         candidate_key: int64 [C] its key.
@@ -35,6 +36,7 @@ class Questions:
     triples: Tensor
     side: Tensor
     answers: Tensor
+    known: Tensor
     pool_size: Tensor
     candidate_question: Tensor
     candidate_key: Tensor
@@ -44,13 +46,16 @@ class Questions:
         return torch.cat([self.answers, self.candidate_key]).unique()
 
 
-def pose(graph: Graph, closure: Closure, split: str = "test") -> Questions:
-    """The questions of a split: corrupt head and tail, filtered by all known triples.
+def pose(graph: Graph, closure: Closure, triples: Tensor, known: Tensor) -> Questions:
+    """The questions about triples int64 [n, 3]: corrupt head and tail, filtered by what is `known`.
 
     Where entities have several types only the tail is corrupted, by entities of the type that the
     predicate's known tails share (the protocol of Countries).
+
+    Args:
+        known: int64 [m, 3] triples that are no corruption. The published protocol takes all three
+            splits; who chooses by questions leaves the test split out.
     """
-    triples = graph.splits[split]
     typed = tail_domains(graph)
     count = len(triples)
     if typed is None:
@@ -58,7 +63,6 @@ def pose(graph: Graph, closure: Closure, split: str = "test") -> Questions:
         side = torch.tensor([1, 2]).repeat(count)
     else:
         side = torch.full((count,), 2)
-    known = torch.cat([graph.splits[s] for s in graph.splits])
     answers = graph.key(triples)
     allowed = _allowed(graph, typed)
 
@@ -90,6 +94,7 @@ def pose(graph: Graph, closure: Closure, split: str = "test") -> Questions:
         triples=triples,
         side=side,
         answers=answers,
+        known=known_keys,
         pool_size=allowed[triples[:, 0]].sum(-1) - 1 - blocked,
         candidate_question=question[fresh],
         candidate_key=key[fresh],
@@ -100,7 +105,7 @@ def tail_domains(graph: Graph) -> list[Tensor | None] | None:
     """The type of each predicate's tails, or None for a graph whose entities have one type."""
     if len(graph.domains) < 2:
         return None
-    known = torch.cat([graph.splits[s] for s in graph.splits])
+    known = graph.known()
     found: list[Tensor | None] = []
     for predicate in range(graph.num_predicates):
         tails = known[known[:, 0] == predicate, 2]
@@ -126,31 +131,56 @@ def _triples(keys: Tensor, entities: int) -> Tensor:
 # Ranks
 
 
-def ranks(questions: Questions, scored_keys: Tensor, scores: Tensor, sample: Tensor | None = None):
-    """Expected rank of each question's true triple, float [Q].
+def rivals(
+    questions: Questions, scored_keys: Tensor, scores: Tensor, sample: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """How many candidates score higher than each question's true triple, and how many the same.
 
     Args:
         scored_keys: int64 [K] ascending keys that have a score; all others have UNPROVEN.
         scores: float [K].
         sample: `sampled_negatives` for the protocol with sampled negatives, None for all.
+
+    Returns:
+        int64 [Q], int64 [Q].
     """
     place, found = find(scored_keys, questions.answers)
     true = torch.where(found, scores[place], UNPROVEN)
+    question, other, pool = _proven_rivals(questions, scored_keys, scores, sample)
+    higher = torch.bincount(question[other > true[question]], minlength=len(true))
+    equal = torch.bincount(question[other == true[question]], minlength=len(true))
+    unproven = pool - torch.bincount(question, minlength=len(true))
+    return higher, torch.where(true > UNPROVEN, equal, unproven)
+
+
+def _proven_rivals(
+    questions: Questions, scored_keys: Tensor, scores: Tensor, sample: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(question, score) of every proven candidate, and the number of all candidates [Q]."""
     if sample is None:
         question, key = questions.candidate_question, questions.candidate_key
         pool = questions.pool_size
     else:
         question, key = sample[0], sample[1]
-        pool = torch.bincount(question, minlength=len(true))
+        pool = torch.bincount(question, minlength=len(questions.side))
     place, found = find(scored_keys, key)
-    other = torch.where(found, scores[place], UNPROVEN)
-    proven = other > UNPROVEN
-    question, other = question[proven], other[proven]
-    higher = torch.bincount(question[other > true[question]], minlength=len(true))
-    equal = torch.bincount(question[other == true[question]], minlength=len(true))
-    unproven = pool - torch.bincount(question, minlength=len(true))
-    equal = torch.where(true > UNPROVEN, equal, unproven)
-    return 1.0 + higher + equal / 2.0
+    score = torch.where(found, scores[place], UNPROVEN)
+    proven = score > UNPROVEN
+    return question[proven], score[proven], pool
+
+
+def surprise(questions: Questions, scored_keys: Tensor, scores: Tensor) -> float:
+    """Mean -log p, in nats, of the true triples that are proven, p a softmax over the candidates.
+
+    It still tells scorers apart where the ranks are all the same.
+    """
+    place, found = find(scored_keys, questions.answers)
+    true = torch.where(found, scores[place], UNPROVEN).double()
+    question, other, _ = _proven_rivals(questions, scored_keys, scores, None)
+    gap = (other - true[question]).clamp(max=30.0).exp()
+    total = torch.ones_like(true).index_add_(0, question, gap).log()
+    proven = true > UNPROVEN
+    return float(total[proven].mean()) if bool(proven.any()) else 0.0
 
 
 def sampled_negatives(graph: Graph, questions: Questions, count: int, seed: int) -> Tensor:
@@ -159,8 +189,7 @@ def sampled_negatives(graph: Graph, questions: Questions, count: int, seed: int)
     Which ones depends on the seed and the question alone. A question with fewer than `count`
     candidates gets all of them.
     """
-    known = graph.key(torch.cat([graph.splits[s] for s in graph.splits])).unique()
-    allowed = _allowed(graph, tail_domains(graph))
+    known, allowed = questions.known, _allowed(graph, tail_domains(graph))
     parts = []
     generator = torch.Generator()
     for row in range(len(questions.side)):
@@ -178,13 +207,23 @@ def sampled_negatives(graph: Graph, questions: Questions, count: int, seed: int)
     return torch.cat(parts, 1) if parts else torch.zeros(2, 0, dtype=torch.int64)
 
 
-def ranking_metrics(rank: Tensor) -> dict[str, float]:
-    """Mean reciprocal rank and Hits@1, 3, 10 of expected ranks [Q]."""
-    if rank.numel() == 0:
-        return {"mrr": 0.0, "hits1": 0.0, "hits3": 0.0, "hits10": 0.0}
-    return {"mrr": float(rank.double().reciprocal().mean())} | {
-        f"hits{k}": float((rank <= k).double().mean()) for k in (1, 3, 10)
-    }
+def ranking_metrics(higher: Tensor, equal: Tensor) -> dict[str, float]:
+    """Mean reciprocal rank and Hits@1, 3, 10 from `rivals`, ties at their expected rank.
+
+    `mrr_random_ties` is the expected reciprocal rank instead, which is what breaking ties at random
+    gives on average: never less, and what some publications report.
+    """
+    if higher.numel() == 0:
+        return dict.fromkeys(("mrr", "hits1", "hits3", "hits10", "mrr_random_ties"), 0.0)
+    rank = 1.0 + higher.double() + equal.double() / 2.0
+    # The mean of 1 / r over r = higher + 1 .. higher + equal + 1.
+    best, worst = higher.double() + 1.0, higher.double() + equal.double() + 1.0
+    expected = (torch.digamma(worst + 1.0) - torch.digamma(best)) / (equal.double() + 1.0)
+    return (
+        {"mrr": float(rank.reciprocal().mean())}
+        | {f"hits{k}": float((rank <= k).double().mean()) for k in (1, 3, 10)}
+        | {"mrr_random_ties": float(expected.mean())}
+    )
 
 
 def average_precision(scores: Tensor, labels: Tensor) -> float:
@@ -209,7 +248,7 @@ def evaluate_scores(
     """All ranking numbers of one scorer: `mrr_all`, `hits1_all`, ..., `mrr_100`, ..., `auc_pr`."""
     result: dict[str, float] = {}
     for protocol, sample in (("all", None), ("100", negatives)):
-        found = ranking_metrics(ranks(questions, scored_keys, scores, sample))
+        found = ranking_metrics(*rivals(questions, scored_keys, scores, sample))
         result |= {label(f"{name}_{protocol}"): value for name, value in found.items()}
     if len(graph.domains) > 1:
         everything = torch.cat([questions.answers, negatives[1]])

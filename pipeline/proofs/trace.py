@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import html
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from pipeline.files import HamletError
+from pipeline.proofs.closure import ROUND_STEP
 from pipeline.proofs.data import Triple, parse_atom
 from pipeline.proofs.knowledge import find
 from pipeline.proofs.policy import Prover
+from pipeline.proofs.search import find_proofs, follow
 from pipeline.proofs.unify import LEMMA, select_goal
-from pipeline.proofs.world import ProofWorld, log_odds_of, prior_log_odds
+from pipeline.proofs.world import ProofWorld
 
 
 @dataclass(frozen=True)
@@ -111,8 +114,8 @@ def _proven(triples: Tensor, prover: Prover, world: ProofWorld, limit: int) -> l
         score = prover.see(world.observe(world.reset(0, len(triples)))).score
         world.train()
     # Scores keep later rounds below earlier ones; what is shown is the probability itself.
-    keys = world.graph.key(triples)
-    shown = score - prior_log_odds(world.closure, keys) + log_odds_of(world.closure, keys)
+    rounds = world.closure.round[find(world.closure.keys, world.graph.key(triples))[0]]
+    shown = score + ROUND_STEP * (rounds - 1)
     found: list[Answer] = []
     for row in score.argsort(descending=True, stable=True).tolist():
         if len(found) == limit:
@@ -143,36 +146,34 @@ def _name(world: ProofWorld, triple: Tensor) -> Triple:
 # Proofs
 
 
-@torch.no_grad()
 def prove(triple: Tensor, prover: Prover, world: ProofWorld) -> Proof | None:
-    """The prover's greedy proof of one atom int64 [3]; else the one by evidence alone, or None."""
+    """The prover's greedy proof of one atom int64 [3]; else what `find_proofs` finds, or None."""
     proof = _greedy(triple, prover, world)
     if proof is None and prover.use_prior:
-        trust = prover.trust.clone()
-        prover.trust.zero_()
-        proof = _greedy(triple, prover, world)
-        prover.trust.copy_(trust)
+        path = find_proofs(world.engine, triple[None])[0]
+        if path is not None:
+            replay = _Replay(world, triple)
+            for place, (goals, found) in zip(path, follow(world.engine, triple, path)):
+                replay.step(goals, found.goals, found.kind, found.atom, place)
+            proof = replay.proof()
     return proof
 
 
+@torch.no_grad()
 def _greedy(triple: Tensor, prover: Prover, world: ProofWorld) -> Proof | None:
+    world = copy.copy(world)
+    world.config = replace(world.config, unary_skips=0)  # every step is part of the proof
     world.eval(triple[None])
     state = world.reset(0, 1)
     replay = _Replay(world, triple)
-    proof = None
-    while True:
+    while not bool(state["done"]):
         logits = prover.see(world.observe(state)).logits
         action = logits.masked_fill(~state["action_mask"], -math.inf).argmax(-1)
         if int(action) == world.engine.width:
-            break
-        replay.step(state, int(action))
+            return None
+        replay.step(state["goals"], state["successors"], state["kind"], state["atom"], int(action))
         state = world.step_core(state, action)
-        if bool(state["success"]):
-            proof = replay.proof()
-        if bool(state["done"]):
-            break
-    world.train()
-    return proof
+    return replay.proof() if bool(state["success"]) else None
 
 
 class _Replay:
@@ -193,12 +194,14 @@ class _Replay:
             term = term.value
         return term
 
-    def step(self, state, action: int) -> None:
-        """One resolution step: `state` of one slot, before it."""
+    def step(
+        self, goals: Tensor, successors: Tensor, kinds: Tensor, atoms: Tensor, action: int
+    ) -> None:
+        """One resolution step from `goals` [1, A], by one of its `successors` [1, S, A]."""
         engine, graph = self.world.engine, self.world.graph
-        kind = int(state["kind"][0, action])
-        left_over = int((state["successors"][0, action] >= 0).sum())
-        node = self.open.pop(int(select_goal(engine, state["goals"])[2]))
+        kind = int(kinds[0, action])
+        left_over = int((successors[0, action] >= 0).sum())
+        node = self.open.pop(int(select_goal(engine, goals)[2]))
         if kind >= 2:
             rule = engine.rules
             number = kind - 2
@@ -215,7 +218,7 @@ class _Replay:
             node.children = children
             self.open = children + self.open
         else:
-            _, first, second = (int(x) for x in engine.unpack(state["atom"][0, action]))
+            _, first, second = (int(x) for x in engine.unpack(atoms[0, action]))
             self._unify(node.terms[0], first)
             self._unify(node.terms[1], second)
             if kind == LEMMA:

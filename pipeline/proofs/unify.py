@@ -28,6 +28,8 @@ from pipeline.proofs.knowledge import Index, Rules, build_index, encode_rules, f
 PAD = -1
 NO_EVIDENCE = -12.0  # least log-probability of what something derives
 HOPELESS = -1e5  # evidence of a goal that nothing derives
+MAX_ROUND_COST = 60  # rounds beyond count as this one
+SPARE = 64  # ids above the entities that are kept for variables
 FACT, LEMMA = 0, 1  # kinds of successor; 2 + r is rule r
 MAX_MATCHES = 64
 
@@ -39,11 +41,14 @@ class Budget(NamedTuple):
         goals: A, goals of one state.
         facts: facts that one open goal is matched with.
         lemmas: lemmas that one open goal is matched with; 0 turns lemmas off.
+        rules: rules that one goal is resolved with. Where its predicate has more, these are the
+            ones that derive a ground goal (with lemmas), else the most reliable ones.
     """
 
     goals: int = 6
     facts: int = 32
     lemmas: int = 0
+    rules: int = MAX_MATCHES
 
 
 class Successors(NamedTuple):
@@ -77,9 +82,12 @@ class Engine:
         fact_codes, lemma_codes: int64 [2, F] packed atoms by argument position and row, as the
             indexes list them.
         keys: int64 [M] packed atoms of the closure, in its order.
-        log_p: float [M] evidence for each.
+        log_p: float [M] log-probability of each by its evidence; HOPELESS where nothing derives it.
+        round_cost: float [M] what an atom's round counts for against all evidence together.
         body: int64 [R, L, 3] as `Rules.body`, but variable -2 is always the head's second one.
         diagonal: bool [R] the head has one variable twice.
+        by_rule: int64 [G] the rules that derive each atom of `keys` in its round, the strongest
+            first; those of atom i are by_rule[by_rule_start[i] : by_rule_start[i + 1]].
     """
 
     num_entities: int
@@ -97,12 +105,15 @@ class Engine:
     closure: Closure
     keys: Tensor
     log_p: Tensor
+    round_cost: Tensor
+    by_rule: Tensor
+    by_rule_start: Tensor
 
     @property
     def width(self) -> int:
         """S: successors of one state."""
         open_goal = self.budget.facts + self.budget.lemmas
-        rules = self.rules.of_predicate.shape[1]
+        rules = min(self.rules.of_predicate.shape[1], self.budget.rules)
         return max(open_goal, rules) if self.budget.lemmas else open_goal + rules
 
     @property
@@ -136,7 +147,7 @@ def build_engine(graph: Graph, closure: Closure, budget: Budget | None = None) -
     Raises:
         HamletError: a rule's body does not fit the budget, or the graph does not fit an integer.
     """
-    rules = encode_rules(graph)
+    rules = encode_rules(graph, closure.confidence)
     size, predicates = graph.num_entities, graph.num_predicates
     longest = int(rules.lengths.max()) if rules.count else 1
     facts = build_index(graph.splits["train"], predicates, size)
@@ -154,7 +165,12 @@ def build_engine(graph: Graph, closure: Closure, budget: Budget | None = None) -
             "raise them",
         )
     variables = int(rules.num_variables.max()) if rules.count else 2
-    bits = (size + 2 * budget.goals + variables + 4).bit_length()
+    if 2 * budget.goals + variables + 4 > SPARE:
+        raise HamletError(
+            f"{budget.goals} goals and {variables} variables of a rule are too many",
+            "shorten the longest rule",
+        )
+    bits = (size + SPARE).bit_length()
     if predicates.bit_length() + 2 * bits > 62:
         raise HamletError(f"{size} entities and {predicates} predicates are too many", "split them")
     diagonal = rules.head[:, 1] == rules.head[:, 2]
@@ -162,14 +178,17 @@ def build_engine(graph: Graph, closure: Closure, budget: Budget | None = None) -
     arguments = body[..., 1:]
     arguments[(arguments < -1) & diagonal[:, None, None] & (body[..., :1] >= 0)] -= 1
 
-    # An atom costs more than all that a rule of an earlier round can put in its place together, so
-    # that going down the evidence always ends in a proof.
     log_p = torch.log(-torch.expm1(-closure.evidence)).clamp(min=NO_EVIDENCE)
-    log_p = log_p - (1.0 + longest) ** closure.round.clamp(max=30).double()
-    log_p = torch.where(closure.evidence > 0, log_p, HOPELESS).clamp(min=HOPELESS).float()
+    log_p = torch.where(closure.evidence > 0, log_p, HOPELESS)
+    round_cost = -2 * NO_EVIDENCE * budget.goals * closure.round.clamp(max=MAX_ROUND_COST).float()
+    atom = closure.rule_keys // max(rules.count, 1)
+    strongest = closure.rule_evidence.argsort(descending=True)
+    strongest = strongest[atom[strongest].argsort(stable=True)]
+    ends = torch.bincount(atom, minlength=len(closure.keys)).cumsum(0)
     engine = Engine(
         size, predicates, bits, budget, facts, lemmas, facts.keys, lemmas.keys, rules, body,
-        diagonal, bool(diagonal.any()), closure, every, log_p,
+        diagonal, bool(diagonal.any()), closure, every, log_p, round_cost,
+        closure.rule_keys[strongest] % max(rules.count, 1), torch.cat([ends[:1] * 0, ends]),
     )  # fmt: skip
     packed = engine.pack(every)
     return Engine(
@@ -230,7 +249,8 @@ def expand(engine: Engine, goals: Tensor, query: Tensor) -> Successors:
     kind = is_lemma.long().expand_as(atom)
 
     # Rules whose head matches.
-    by_rule, rule_kind, applies = _apply_rules(engine, front, rest)
+    by_rule, rule_kind, applies, more = _apply_rules(engine, front, rest)
+    lost = lost + more
     if room.lemmas:
         applies = applies & ~is_open[:, None]
         width, either = engine.width, is_open[:, None]
@@ -247,9 +267,10 @@ def expand(engine: Engine, goals: Tensor, query: Tensor) -> Successors:
         atom = _fill(atom, engine.width, PAD)
 
     # Goals that are facts are done; the rest closes up, so that no hole can hide a goal.
-    successors, log_p, too_long = _tidy(engine, successors, query)
+    new = torch.cat([rest.new_ones(len(rest), longest), ~_is_ground(engine, rest)], 1) > 0
+    successors, log_p, too_long = _tidy(engine, successors, query, new[:, None])
     legal, too_long = legal & ~too_long, legal & too_long
-    evidence, ways = _rule_evidence(engine, front, kind, log_p, rest, query)
+    evidence, ways = _rule_evidence(engine, front, kind, log_p)
     return Successors(
         goals=canonical(engine, successors),
         kind=kind,
@@ -284,43 +305,25 @@ def compact(found: Successors) -> Successors:
     )
 
 
-def beam_search(engine: Engine, query: Tensor, depth: int, width: int = 512) -> bool:
-    """Whether a breadth-first search proves the atom int64 [3].
-
-    It keeps the `width` states with the strongest evidence of each level: for rule bodies whose
-    open goals hide which binding leads on.
-    """
-    goals, code = engine.start(query[None]), engine.pack(query[None])
-    for _ in range(depth):
-        found = expand(engine, goals, code.expand(len(goals)))
-        successors, evidence = found.goals[found.legal], found.evidence[found.legal]
-        if len(successors) == 0:
-            return False
-        if bool((successors < 0).all(1).any()):
-            return True
-        best = evidence.argsort(descending=True, stable=True)[:width]
-        goals = successors[best].unique(dim=0)
-    return False
-
-
 def select_goal(engine: Engine, goals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The goal with the fewest matches [B], the others in order [B, A - 1], its place [B].
 
-    Ground goals come first, then those with a bound argument. SLD resolution is complete under
+    Ground goals come first. SLD resolution is complete under
     any choice (Lloyd 1987, theorem 10.3).
     """
-    size, many = engine.num_entities, 1 << 40
+    size = engine.num_entities
     predicate, left, right = engine.unpack(goals)
+    predicate = predicate.clamp(min=0)
+    indexes = [engine.facts, engine.lemmas] if engine.budget.lemmas else [engine.facts]
     cost = torch.zeros_like(goals)
     for side, (bound, free) in enumerate(((left, right), (right, left))):
-        group = predicate.clamp(min=0) * size + bound.clamp(max=size - 1)
-        matches = engine.facts.starts[side][group + 1] - engine.facts.starts[side][group]
-        if engine.budget.lemmas:
-            matches = matches + engine.lemmas.starts[side][group + 1]
-            matches = matches - engine.lemmas.starts[side][group]
+        group = predicate * size + bound.clamp(max=size - 1)
+        matches = sum(i.starts[side][group + 1] - i.starts[side][group] for i in indexes)
         cost = torch.where((bound < size) & (free >= size), 1 + matches, cost)
-    cost = torch.where((left >= size) & (right >= size), many, cost)
-    cost = torch.where(goals < 0, 2 * many, cost)
+    group = predicate * size
+    matches = sum(i.starts[0][group + size] - i.starts[0][group] for i in indexes)
+    cost = torch.where((left >= size) & (right >= size), 1 + matches, cost)
+    cost = torch.where(goals < 0, 1 << 40, cost)
     chosen = cost.argmin(1, keepdim=True)
     place = torch.arange(goals.shape[1] - 1, device=goals.device)
     others = goals.gather(1, place + (place >= chosen))
@@ -374,17 +377,37 @@ def _substitute(
     return torch.where(goals < 0, PAD, packed)
 
 
-def _apply_rules(engine: Engine, front: Tensor, rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Successors by rules: goals [B, W, L + A - 1], kind [B, W], legal [B, W]."""
+def _rules_for(engine: Engine, front: Tensor) -> tuple[Tensor, Tensor]:
+    """Rules to resolve goals [B] with: int64 [B, W], -1 = none; how many are left out [B]."""
+    room = engine.budget.rules
+    of = engine.rules.of_predicate[engine.unpack(front)[0].clamp(min=0)]
+    of = torch.where((front >= 0)[:, None], of, -1)
+    if of.shape[1] <= room:
+        return of, torch.zeros_like(front)
+    if not engine.budget.lemmas or engine.by_rule.shape[0] == 0:
+        return of[:, :room], (of[:, room:] >= 0).sum(1)
+    place, found, _ = _look_up(engine, front)
+    start = engine.by_rule_start[place]
+    length = torch.where(found, engine.by_rule_start[place + 1] - start, 0)
+    step = torch.arange(room, device=front.device)
+    row = (start[:, None] + step).clamp(max=engine.by_rule.shape[0] - 1)
+    of = torch.where(step < length[:, None], engine.by_rule[row], -1)
+    return of, (length - room).clamp(min=0)
+
+
+def _apply_rules(
+    engine: Engine, front: Tensor, rest: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Successors by rules: goals [B, W, L + A - 1], kind, legal [B, W]; dropped [B]."""
     size, rules = engine.num_entities, engine.rules
-    predicate, left, right = engine.unpack(front)
-    of = rules.of_predicate[predicate.clamp(min=0)]
-    legal = (of >= 0) & (front >= 0)[:, None]
+    _, left, right = engine.unpack(front)
+    of, dropped = _rules_for(engine, front)
+    legal = of >= 0
     rule = of.clamp(min=0)
     if rules.count == 0:
         nothing = rest.new_full((1, 1, 1), PAD)
         goals = nothing.expand(*of.shape, engine.body.shape[1] + rest.shape[1])
-        return goals, rule + 2, legal
+        return goals, rule + 2, legal, dropped
     left, right = left[:, None], right[:, None]
     first, second = left.expand_as(rule), right.expand_as(rule)
     others = rest[:, None].expand(-1, of.shape[1], -1)
@@ -407,15 +430,17 @@ def _apply_rules(engine: Engine, front: Tensor, rest: Tensor) -> tuple[Tensor, T
     )
     packed = (((body[..., 0] << engine.bits) | value[..., 0]) << engine.bits) | value[..., 1]
     packed = torch.where(body[..., 0] < 0, PAD, packed)
-    return torch.cat([packed, others], -1), rule + 2, legal
+    return torch.cat([packed, others], -1), rule + 2, legal, dropped
 
 
-def _tidy(engine: Engine, goals: Tensor, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _tidy(
+    engine: Engine, goals: Tensor, query: Tensor, new: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Drop facts and duplicates of [B, S, n] goals, close up to A.
 
     Returns:
-        goals [B, S, A]; the log-evidence of the ground goals that stay [B, S]; whether more than
-        A stayed, bool [B, S].
+        goals [B, S, A]; the evidence for those ground goals that are `new` (bool [B, 1, n]) and
+        stay [B, S]; whether more than A stayed, bool [B, S].
     """
     count, room = goals.shape[-1], engine.budget.goals
     place, found, ground = _look_up(engine, goals)
@@ -426,8 +451,9 @@ def _tidy(engine: Engine, goals: Tensor, query: Tensor) -> tuple[Tensor, Tensor,
         same = goals[..., :j] == goals[..., j : j + 1]
         twice.append(same.any(-1))
     stays = stays & ~torch.stack(twice, -1)
-    log_p = torch.where(found, engine.log_p[place], HOPELESS)
-    log_p = torch.where(stays & ground, log_p, 0.0).sum(-1)
+    counts = stays & ground & new
+    log_p = torch.where(counts, torch.where(found, engine.log_p[place], HOPELESS), 0.0).sum(-1)
+    log_p = log_p - torch.where(counts & found, engine.round_cost[place], 0.0).amax(-1)
     rank = stays.long().cumsum(-1)
     slot = torch.where(stays, rank - 1, count)
     closed = goals.new_full((*goals.shape[:-1], count + 1), PAD)
@@ -435,37 +461,39 @@ def _tidy(engine: Engine, goals: Tensor, query: Tensor) -> tuple[Tensor, Tensor,
     return closed[..., :room], log_p, rank[..., -1] > room
 
 
+def _is_ground(engine: Engine, goals: Tensor) -> Tensor:
+    """Whether packed goals [...] are atoms without variables; False for PAD."""
+    _, left, right = engine.unpack(goals)
+    return (left < engine.num_entities) & (right < engine.num_entities) & (goals >= 0)
+
+
 def _look_up(engine: Engine, goals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(position in the closure, found, ground) of packed goals [...]."""
-    _, left, right = engine.unpack(goals)
-    ground = (left < engine.num_entities) & (right < engine.num_entities) & (goals >= 0)
+    ground = _is_ground(engine, goals)
     place, found = find(engine.keys, goals)
     return place, found & ground, ground
 
 
 def _rule_evidence(
-    engine: Engine, front: Tensor, kind: Tensor, log_p: Tensor, rest: Tensor, query: Tensor
+    engine: Engine, front: Tensor, kind: Tensor, log_p: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Log-evidence [B, S] of successors, and the count of ways for rules on a ground goal.
+    """Evidence [B, S] of successors, and the count of ways for rules on a ground goal.
 
-    For a rule on a derived ground goal it is what the rule contributes there, plus the other
-    goals; for anything else the log-probability of the goals that are left.
+    For a rule on a derived ground goal it is what the rule contributes there. For anything else it
+    is that of the new ground goals, least rounds first: whoever goes down the evidence replaces
+    a goal by goals of earlier rounds, and so ends in a proof.
     """
     closure = engine.closure
     place, found, ground = _look_up(engine, front)
     by_rule = (kind >= 2) & ground[:, None]
+    if closure.rule_keys.shape[0] == 0:
+        return torch.where(by_rule, HOPELESS, log_p), torch.zeros_like(log_p)
     wanted = torch.where(by_rule, place[:, None] * max(engine.rules.count, 1) + kind - 2, -1)
     row, has = find(closure.rule_keys, wanted)
     has = has & found[:, None] & by_rule
-    if closure.rule_keys.shape[0] == 0:
-        return torch.where(by_rule, HOPELESS, log_p), torch.zeros_like(log_p)
     strength = torch.log(-torch.expm1(-closure.rule_evidence[row])).clamp(min=NO_EVIDENCE)
-    others_place, others_found, others_ground = _look_up(engine, rest)
-    is_fact = others_found & closure.is_fact[others_place] & (rest != query[:, None])
-    others = torch.where(others_found, engine.log_p[others_place], HOPELESS)
-    others = torch.where(others_ground & ~is_fact, others, 0.0).sum(-1, keepdim=True)
     return (
-        torch.where(by_rule, torch.where(has, strength, HOPELESS) + others, log_p),
+        torch.where(by_rule, torch.where(has, strength, HOPELESS), log_p),
         torch.where(has, closure.rule_count[row], 0.0),
     )
 
@@ -506,9 +534,3 @@ def state_hash(goals: Tensor) -> Tensor:
         total = (total ^ column) * 0x2545F4914F6CDD1D
         total = total ^ ((total >> 29) & 0x7FFFFFFFF)
     return total
-
-
-def log_odds(log_p: Tensor) -> Tensor:
-    """log(p / (1 - p)) from log p <= 0, finite."""
-    log_p = log_p.clamp(max=-3e-7)
-    return log_p - torch.log(-torch.expm1(log_p))

@@ -19,19 +19,16 @@ from pipeline.proofs.closure import Closure
 from pipeline.proofs.data import Graph
 from pipeline.proofs.knowledge import Index, build_index, find
 from pipeline.proofs.unify import (
-    NO_EVIDENCE,
     Budget,
     Engine,
     Successors,
     build_engine,
     compact,
     expand,
-    log_odds,
     state_hash,
 )
 from pipeline.town.counter import counter_uniform
 
-ROUND_STEP = 24.0  # log-odds between evidence of one round and of the next
 TRIES = 4  # uniform corruptions tried before a slot asks a positive query instead
 _PICK, _DERIVABLE, _CORRUPT, _ENTITY = 0, 1, 2, 3  # streams of the counter generator
 
@@ -77,8 +74,9 @@ class ProofWorld:
         self.engine: Engine = build_engine(graph, closure, budget)
         self.num_actions = self.engine.width + 1
         self.training = True
-        known = torch.cat([graph.splits["train"], graph.splits["valid"]])
-        self._known = graph.key(known).unique()
+        # Only training facts are known: to leave other true triples out of the corruptions would
+        # tell which derived atoms they are.
+        self._known = graph.key(graph.splits["train"]).unique()
         keys = closure.keys[closure.round > 0]
         fresh = keys[~find(self._known, keys)[1]]
         size = graph.num_entities
@@ -148,8 +146,8 @@ class ProofWorld:
             },
             batch_size=[num_worlds],
         )
-        query, label = self._ask(state)
-        state["query"], state["label"] = query, label
+        query, label, hidden = self._ask(state)
+        state["query"], state["label"], state["hidden"] = query, label, hidden
         state["goals"] = self.engine.start(query)
         state["history"] = torch.zeros(num_worlds, self.config.max_depth, dtype=torch.int64)
         return self._look(state)
@@ -220,8 +218,9 @@ class ProofWorld:
             state["case"] = torch.where(fresh, state["next_case"] + turn - 1, state["case"])
             state["next_case"] = state["next_case"] + turn[-1]
             state["idle"] = state["case"] >= len(self.pool)
-        query, label = self._ask(state)
+        query, label, hidden = self._ask(state)
         state["query"] = torch.where(fresh[:, None], query, state["query"])
+        state["hidden"] = torch.where(fresh[:, None], hidden, state["hidden"])
         state["label"] = torch.where(fresh, label, state["label"])
         start = self.engine.start(query)
         state["goals"] = torch.where(fresh[:, None], start, state["goals"])
@@ -269,11 +268,17 @@ class ProofWorld:
 
     # --- queries ------------------------------------------------------------------------------
 
-    def _ask(self, state: TensorDict) -> tuple[Tensor, Tensor]:
-        """The query int64 [B, 3] of each slot's episode, and its label bool [B]."""
+    def _ask(self, state: TensorDict) -> tuple[Tensor, Tensor, Tensor]:
+        """The query int64 [B, 3] of each slot's episode, its label bool [B], and `hidden`.
+
+        hidden: bool [B, 2] whether the fact that is hidden while this is asked has the query's
+        predicate and head, or its tail. Of a training query and its corruption that is the same
+        fact: else what the graph says of the entity that both share would tell them apart.
+        """
         if not self.training:
             query = self.pool[state["case"].clamp(max=len(self.pool) - 1)]
-            return query, torch.ones_like(state["done"])
+            known = find(self.engine.facts.keys, self.graph.key(query))[1]
+            return query, torch.ones_like(state["done"]), known[:, None].expand(-1, 2)
         counters = (state["seed"], state["world"])
         cycle = self.config.negatives + 1
         turn = state["episode"] % cycle
@@ -288,16 +293,16 @@ class ProofWorld:
         side = 1 + (state["episode"] + group) % 2  # head and tail in turn
         corrupted, valid = self._corrupt(positive, side, draw, state["episode"])
         negative = (turn > 0) & valid
-        return torch.where(negative[:, None], corrupted, positive), ~negative
+        hidden = torch.stack([side == 2, side == 1], -1) | ~negative[:, None]
+        return torch.where(negative[:, None], corrupted, positive), ~negative, hidden
 
     def _corrupt(
         self, triple: Tensor, side: Tensor, draw, episode: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Corruptions of triples [B, 3] at `side` [B]; and whether one was found.
 
-        Mostly another atom that the rules derive and that is no known fact, where there is one:
-        these are the errors that a ranking meets. Else a random entity. "Known" is what training
-        may know, train and valid: leaving out test facts would tell which derived atoms they are.
+        Mostly another atom that the rules derive and that is no training fact, where there is one:
+        these are the errors that a ranking meets. Else a random entity.
         """
         index, size = self._derivable, self.graph.num_entities
         tail = side == 2
@@ -326,9 +331,9 @@ class ProofWorld:
     def observe(self, state: TensorDict) -> TensorDict:
         """What the policy sees, compact.
 
-        `query` int64 [B, 3]; `is_fact` bool [B], whether the query is a training fact (its own
-        share in counts is then taken off); `prior` float [B] log-odds of the query by the
-        symbolic baseline at the root, else certainty; `root` bool [B]; `kind` int64 [B, S];
+        `query` int64 [B, 3]; `hidden` bool [B, 2], whether a training fact is hidden that has the
+        query's predicate and head, or tail (its share in counts is then taken off); `prior` float
+        [B] log-odds of the query by the symbolic baseline; `root` bool [B]; `kind` int64 [B, S];
         `evidence`, `ways` float [B, S]; `left` int64 [B, S] goals that a successor leaves;
         `action_mask` bool [B, S + 1]; `active` bool [B].
         """
@@ -336,8 +341,8 @@ class ProofWorld:
         return TensorDict(
             {
                 "query": state["query"],
-                "is_fact": find(self.engine.facts.keys, key)[1],
-                "prior": prior_log_odds(self.closure, key),
+                "hidden": state["hidden"],
+                "prior": self.closure.log_odds(key),
                 "root": state["depth"] == 0,
                 "kind": state["kind"],
                 "evidence": state["evidence"],
@@ -348,24 +353,6 @@ class ProofWorld:
             },
             batch_size=state.batch_size,
         )
-
-
-def prior_log_odds(closure: Closure, keys: Tensor) -> Tensor:
-    """float [...] log-odds that the symbolic baseline gives atoms; lower for each later round.
-
-    It orders atoms by round, then by noisy-or: the plain baseline. Nothing derives it: the least.
-    """
-    place, found = find(closure.keys, keys)
-    derived = found & (closure.round[place] > 0)
-    odds = log_odds_of(closure, keys) - ROUND_STEP * (closure.round[place] - 1)
-    return torch.where(derived, odds, -ROUND_STEP * 100)
-
-
-def log_odds_of(closure: Closure, keys: Tensor) -> Tensor:
-    """float [...] log-odds of the noisy-or alone, within -10 and 14; -10 where nothing derives."""
-    place, found = find(closure.keys, keys)
-    log_p = torch.log(-torch.expm1(-closure.evidence[place])).clamp(min=NO_EVIDENCE)
-    return torch.where(found & (closure.round[place] > 0), log_odds(log_p), -10.0).clamp(-10, 14)
 
 
 def _replaced(triple: Tensor, tail: Tensor, entity: Tensor) -> Tensor:

@@ -47,15 +47,31 @@ def consequences(facts: set, rules: tuple[Rule, ...], entities, rounds: int) -> 
     for _ in range(rounds):
         new = set()
         for r in rules:
-            variables = sorted({v for a in (*r.body, r.head) for v in a[1:]})
+            arguments = {v for a in (*r.body, r.head) for v in a[1:]}
+            variables = sorted(v for v in arguments if v[0] != "'")
             for values in product(entities, repeat=len(variables)):
-                at = dict(zip(variables, values))
+                at = dict(zip(variables, values)) | {v: v[1:-1] for v in arguments if v[0] == "'"}
                 if all(Triple(a[0], at[a[1]], at[a[2]]) in known for a in r.body):
                     new.add(Triple(r.head[0], at[r.head[1]], at[r.head[2]]))
         if new <= known:
             break
         known |= new
     return known
+
+
+def all_atoms(predicates, entities) -> list[Triple]:
+    return [Triple(p, h, t) for p in predicates for h in entities for t in entities]
+
+
+def ids_of(graph: Graph, atom: Triple) -> torch.Tensor:
+    """int64 [3]."""
+    return torch.tensor(
+        [
+            graph.predicates.index(atom[0]),
+            graph.entities.index(atom[1]),
+            graph.entities.index(atom[2]),
+        ]
+    )
 
 
 def search(engine: Engine, graph: Graph, query: torch.Tensor, depth: int, cap: int = 3000) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 import torch
@@ -23,7 +24,6 @@ from pipeline.proofs.kinship import found_families, kinship_graph, relations
 from pipeline.proofs.ranking import evaluate_scores, pose, sampled_negatives
 from pipeline.proofs.saved import example_inputs
 from pipeline.proofs.trace import prove
-from pipeline.proofs.world import prior_log_odds
 from tests.proofs.helpers import consequences, graph_of
 
 TINY = TrainConfig(
@@ -38,13 +38,13 @@ def world():
 
 @pytest.fixture(scope="module")
 def questions(world):
-    asked = pose(world.graph, world.closure, "test")
+    asked = pose(world.graph, world.closure, world.graph.splits["test"], world.graph.known())
     return asked, sampled_negatives(world.graph, asked, 100, 0)
 
 
 def symbolic(world, questions):
     keys = world.closure.keys[world.closure.round > 0]
-    scores = prior_log_odds(world.closure, keys).double()
+    scores = world.closure.log_odds(keys).double()
     return evaluate_scores(world.graph, questions[0], keys, scores, questions[1])
 
 
@@ -59,7 +59,7 @@ def test_untrained_it_ranks_exactly_as_the_symbolic_baseline(world, questions):
 def test_training_does_not_fall_below_the_baseline_on_the_validation_split(world):
     prover = build_prover(world)
     result = train_prover(world, prover, TINY, seed=0)
-    asked = pose(world.graph, world.closure, "valid")
+    asked = pose(world.graph, world.closure, world.graph.splits["valid"], world.graph.known())
     questions = asked, sampled_negatives(world.graph, asked, 100, 1)
     found = rank(world, prover, *questions, 64).metrics
     assert found["mrr_all"] >= symbolic(world, questions)["mrr_all"] - 1e-6
@@ -196,7 +196,7 @@ def test_the_exported_scorer_equals_the_module(world, tmp_path):
     for parameter in prover.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     names = ("logits", "value", "score")
-    export_onnx(prover, example_inputs(world), names, tmp_path / "prover.onnx")
+    onnx.save(export_onnx(prover, example_inputs(world), names), tmp_path / "prover.onnx")
     session = ort.InferenceSession(tmp_path / "prover.onnx", providers=["CPUExecutionProvider"])
     for batch in (1, 7, 64):
         inputs = example_inputs(world, batch)
@@ -247,7 +247,7 @@ def test_ranks_are_filtered_and_ties_count_half():
         ["p(a,b)", "p(a,c)", "p(a,d)", "q(a,d)"], ["p(X,Y) -> q(X,Y)"], test=["q(a,b)"]
     )
     world = build_world(graph, rounds=2)
-    asked = pose(graph, world.closure, "test")
+    asked = pose(graph, world.closure, graph.splits["test"], graph.known())
     negatives = sampled_negatives(graph, asked, 100, 0)
     metrics = symbolic(world, (asked, negatives))
     # Tail: q(a,d) is known, q(a,c) ties: rank 1.5. Head: nothing else is proven: rank 1.

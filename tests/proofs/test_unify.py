@@ -8,10 +8,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipeline.proofs.closure import close
-from pipeline.proofs.data import Triple, build_graph
+from pipeline.proofs.data import Triple, build_graph, parse_atom
 from pipeline.proofs.knowledge import find
 from pipeline.proofs.unify import Budget, build_engine, canonical, compact, expand, state_hash
-from tests.proofs.helpers import consequences, graph_of, rule, search
+from tests.proofs.helpers import consequences, graph_of, ids_of, rule, search
 
 ENTITIES = ("a", "b", "c")
 PREDICATES = ("p", "q", "s")
@@ -20,9 +20,8 @@ MODES = {"resolution": Budget(10, 12, 0), "lemmas": Budget(10, 12, 12)}
 atoms = st.builds(
     Triple, st.sampled_from(PREDICATES), st.sampled_from(ENTITIES), st.sampled_from(ENTITIES)
 )
-patterns = st.builds(
-    Triple, st.sampled_from(PREDICATES), st.sampled_from("XYZ"), st.sampled_from("XYZ")
-)
+arguments = st.sampled_from(["X", "Y", "Z", "X", "Y", "Z", "'a'", "'b'"])  # variables, entities
+patterns = st.builds(Triple, st.sampled_from(PREDICATES), arguments, arguments)
 
 
 @st.composite
@@ -30,8 +29,8 @@ def knowledge_bases(draw):
     facts = draw(st.lists(atoms, min_size=1, max_size=6, unique=True))
     rules = []
     for number in range(draw(st.integers(1, 3))):
-        body = draw(st.lists(patterns, min_size=1, max_size=2, unique=True))
-        bound = sorted({v for a in body for v in a[1:]})
+        body = draw(st.lists(patterns, min_size=1, max_size=3, unique=True))
+        bound = sorted({v for a in body for v in a[1:]} | {"'a'"})
         head = Triple(
             draw(st.sampled_from(PREDICATES)),
             draw(st.sampled_from(bound)),
@@ -40,42 +39,35 @@ def knowledge_bases(draw):
         if head not in body:
             rules.append(rule(f"{', '.join(map(str, body))} -> {head}", f"r{number}"))
     padding = [Triple(p, e, e) for p in PREDICATES for e in ENTITIES]
-    return build_graph("random", {"train": facts, "test": padding}, rules), facts
+    return build_graph("random", {"train": facts, "test": padding}, rules), facts, tuple(rules)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @settings(max_examples=60, deadline=None)
 @given(knowledge_bases(), st.data())
 def test_provable_queries_equal_a_forward_chaining_oracle(mode, knowledge, data):
-    graph, facts = knowledge
+    graph, facts, rules = knowledge
     engine = build_engine(graph, close(graph), MODES[mode])
     query = data.draw(atoms)
     others = set(facts) - {query}
-    ids = torch.tensor(
-        [
-            graph.predicates.index(query.predicate),
-            graph.entities.index(query.head),
-            graph.entities.index(query.tail),
-        ]
-    )
     try:
-        proven = search(engine, graph, ids, depth=14)
+        proven = search(engine, graph, ids_of(graph, query), depth=14)
     except OverflowError:
         assume(False)
     if proven:
-        assert query in consequences(others, graph.rules, ENTITIES, 20)
+        assert query in consequences(others, rules, ENTITIES, 20)
     elif query not in others:
-        assert query not in consequences(others, graph.rules, ENTITIES, 2)
+        assert query not in consequences(others, rules, ENTITIES, 2)
 
 
 @settings(max_examples=60, deadline=None)
 @given(knowledge_bases())
 def test_closure_equals_the_oracle_round_by_round(knowledge):
-    graph, facts = knowledge
+    graph, facts, rules = knowledge
     closure = close(graph)
     before = set(facts)
     for number in range(1, 6):
-        after = consequences(set(facts), graph.rules, ENTITIES, number)
+        after = consequences(set(facts), rules, ENTITIES, number)
         mine = {
             Triple(*graph.text(t).replace("(", " ").replace(",", "").replace(")", "").split())
             for t in _triples(closure.keys[(closure.round == number) & ~closure.is_fact], graph)
@@ -83,17 +75,8 @@ def test_closure_equals_the_oracle_round_by_round(knowledge):
         assert mine == after - before
         before = after
     for fact in facts:
-        alone = consequences(set(facts) - {fact}, graph.rules, ENTITIES, 1)
-        key = graph.key(
-            torch.tensor(
-                [
-                    graph.predicates.index(fact.predicate),
-                    graph.entities.index(fact.head),
-                    graph.entities.index(fact.tail),
-                ]
-            )
-        )
-        place, found = find(closure.keys, key[None])
+        alone = consequences(set(facts) - {fact}, rules, ENTITIES, 1)
+        place, found = find(closure.keys, graph.key(ids_of(graph, fact))[None])
         assert bool(found)
         assert (int(closure.round[place]) == 1) == (fact in alone)
 
@@ -104,12 +87,7 @@ def _triples(keys, graph):
 
 
 def _ids(graph, text):
-    from pipeline.proofs.data import parse_atom
-
-    p, h, t = parse_atom(text)
-    return torch.tensor(
-        [graph.predicates.index(p), graph.entities.index(h), graph.entities.index(t)]
-    )
+    return ids_of(graph, parse_atom(text))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -133,6 +111,34 @@ def test_the_query_itself_is_never_a_fact(mode):
     graph = graph_of(["p(a,b)", "q(b,a)"], ["p(X,Y) -> q(Y,X)", "q(X,Y) -> p(Y,X)"])
     engine = build_engine(graph, close(graph), MODES[mode])
     assert search(engine, graph, _ids(graph, "p(a,b)"), depth=8)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_entities_in_rules_match_themselves_only(mode):
+    graph = graph_of(
+        ["p(a,b)", "p(b,c)"],
+        ["p(X,'b') -> q(X,'c')", "p('a',X), p(X,Y) -> r(Y,'a')"],
+        test=["q(a,c)", "r(c,a)"],
+    )
+    engine = build_engine(graph, close(graph), MODES[mode])
+    for text in ("q(a,c)", "r(c,a)"):
+        assert search(engine, graph, _ids(graph, text), depth=8)
+    for text in ("q(b,c)", "q(a,b)", "r(c,b)", "r(b,a)"):
+        assert not search(engine, graph, _ids(graph, text), depth=8)
+
+
+def test_more_rules_than_the_budget_holds_are_counted_and_the_deriving_ones_stay():
+    facts = ["p(a,b)", *(f"n{i}(b,a)" for i in range(9))]
+    rules = [f"n{i}(X,Y) -> r(X,Y)" for i in range(9)] + ["p(X,Y) -> r(X,Y)"]
+    graph = graph_of(facts, rules, test=["r(a,b)"])
+    query = _ids(graph, "r(a,b)")
+    for budget, dropped in ((Budget(5, 4, 4, rules=3), 0), (Budget(5, 4, 0, rules=3), 7)):
+        engine = build_engine(graph, close(graph), budget)
+        assert engine.width <= 8
+        found = expand(engine, engine.start(query[None]), torch.tensor([-1]))
+        assert int(found.dropped) == dropped
+        if budget.lemmas:
+            assert search(engine, graph, query, depth=4)
 
 
 def test_no_successor_is_lost_when_the_slots_are_exactly_full():

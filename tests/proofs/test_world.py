@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -59,9 +61,45 @@ def test_no_test_triple_is_in_the_training_pool(name):
         assert set(asked.tolist()) <= pool
 
 
-def test_negatives_are_no_known_facts_and_head_and_tail_alternate(world):
+def test_the_training_stream_knows_nothing_of_the_other_splits(world):
+    """Not even by leaving their triples out of the negatives: that would tell which are true."""
     graph = world.graph
-    known = graph.key(torch.cat([graph.splits["train"], graph.splits["valid"]])).unique()
+    nothing = torch.zeros(0, 3, dtype=torch.int64)
+    blind = replace(
+        graph, splits={"train": graph.splits["train"], "valid": nothing, "test": nothing}
+    )
+    other = build_world(blind, rounds=4)
+    world.train()
+    one, two = world.reset(3, 128), other.reset(3, 128)
+    held_out = graph.key(torch.cat([graph.splits["valid"], graph.splits["test"]]))
+    as_negatives = 0
+    for _ in range(30):
+        assert all(torch.equal(one[k], two[k]) for k in one.keys())  # noqa: SIM118
+        one = world.step_and_reset_core(one, expert_action(one))
+        two = other.step_and_reset_core(two, expert_action(two))
+        as_negatives += int(torch.isin(graph.key(one["query"][~one["label"]]), held_out).sum())
+    assert as_negatives > 0
+
+
+def test_a_fact_and_its_corruption_are_asked_with_the_same_fact_hidden(world):
+    world.train()
+    state = world.reset(3, 1)
+    positive, seen = state["query"][0], set()
+    for after in play(world, state, 60, expert_action):
+        if bool(after["label"][0]):
+            positive = after["query"][0]
+        if int(after["depth"][0]) == 0:
+            shares = (after["query"][0, 1:] == positive[1:]).tolist()
+            assert after["hidden"][0].tolist() == shares
+            seen.add(tuple(shares))
+    assert seen == {(True, True), (True, False), (False, True)}
+    world.eval(torch.stack([world.graph.splits["train"][0], world.graph.splits["test"][0]]))
+    assert world.reset(0, 2)["hidden"].tolist() == [[True, True], [False, False]]
+
+
+def test_negatives_are_no_training_facts_and_head_and_tail_alternate(world):
+    graph = world.graph
+    known = graph.key(graph.splits["train"]).unique()
     world.train()
     state = world.reset(3, 128)
     sides = {1: 0, 2: 0}

@@ -1,0 +1,104 @@
+"""What a greedy search misses is found, and what cannot be proven is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.learning.train_prover import build_prover, prove_all
+from pipeline.proofs.closure import close
+from pipeline.proofs.search import find_proofs, follow, roomy
+from pipeline.proofs.trace import prove
+from pipeline.proofs.unify import Budget, build_engine
+from pipeline.proofs.world import ProofWorld, WorldConfig
+from tests.proofs.helpers import all_atoms, consequences, graph_of, ids_of
+from tests.proofs.test_unify import ENTITIES, PREDICATES, knowledge_bases
+
+ATOMS = all_atoms(PREDICATES, ENTITIES)
+
+
+def derivable(facts, rules) -> list[bool]:
+    """Whether each of ATOMS follows from the facts other than itself, without end."""
+    return [a in consequences(set(facts) - {a}, rules, ENTITIES, 30) for a in ATOMS]
+
+
+def queries(graph) -> torch.Tensor:
+    return torch.stack([ids_of(graph, a) for a in ATOMS])
+
+
+@settings(max_examples=40, deadline=None)
+@given(knowledge_bases())
+def test_search_with_memory_finds_exactly_what_follows(knowledge):
+    graph, facts, rules = knowledge
+    engine = build_engine(graph, close(graph, rounds=30), Budget(5, 12, 12))
+    found = find_proofs(engine, queries(graph))
+    assert [proof is not None for proof in found] == derivable(facts, rules)
+
+
+@settings(max_examples=25, deadline=None)
+@given(knowledge_bases(), st.sampled_from([0, 1, 4]), st.booleans())
+def test_the_prover_proves_exactly_what_follows(knowledge, skips, learnt):
+    """Through the world with `Endf`, history and unary skips, untrained or with any weights."""
+    graph, facts, rules = knowledge
+    config = WorldConfig(unary_skips=skips, max_depth=12)
+    world = ProofWorld(graph, close(graph, rounds=30), config, Budget(5, 12, 12))
+    prover = build_prover(world)
+    if learnt:
+        torch.manual_seed(0)
+        for parameter in prover.parameters():
+            torch.nn.init.normal_(parameter, std=0.5)
+    found = prove_all(world, prover, queries(graph), slots=8)
+    assert found.proven.tolist() == derivable(facts, rules)
+
+
+def chain(length: int):
+    """A proof whose open goals pile up: each rule leaves one goal beside the one it follows."""
+    facts = [f"{p}(a,b)" for p in ("base", *(f"side{i}" for i in range(length)))]
+    rules = ["base(X,Y) -> top0(X,Y)"]
+    for i in range(length):
+        rules += [f"side{i}(X,Y) -> left{i}(X,Y)", f"top{i}(X,Y), left{i}(X,Y) -> top{i + 1}(X,Y)"]
+    return graph_of(facts, rules, test=[f"top{length}(a,b)"])
+
+
+def test_conjunctions_beyond_the_greedy_budget_are_proven_with_more_room():
+    graph = chain(7)
+    world = ProofWorld(graph, close(graph, rounds=30), WorldConfig(max_depth=40), Budget(3, 4, 4))
+    query = graph.splits["test"]
+    found = prove_all(world, build_prover(world), query, 1)
+    assert found.proven.tolist() == [True]
+    path = find_proofs(world.engine, query)[0]
+    steps = follow(world.engine, query[0], path)
+    assert len(steps) == len(path)
+    assert max(int((goals >= 0).sum()) for goals, _ in steps) > 3
+    assert roomy(world.engine).budget.goals > 3
+    proof = prove(query[0], build_prover(world), world)
+    assert len(proof.facts()) == 8
+
+
+def test_a_dead_end_is_left_again():
+    """Of many ways to bind the middle of a chain only one leads on."""
+    facts = [f"p(a,m{i})" for i in range(20)] + ["q(m17,n)", "s(n,b)"]
+    facts += [f"q(m{i},dead{i})" for i in range(17)]
+    graph = graph_of(facts, ["p(X,Y), q(Y,Z), s(Z,W) -> r(X,W)"], test=["r(a,b)", "r(b,a)"])
+    engine = build_engine(graph, close(graph))
+    found = find_proofs(engine, graph.splits["test"])
+    assert found[0] is not None
+    assert found[1] is None
+
+
+def test_what_is_found_for_a_query_does_not_depend_on_the_others():
+    graph = chain(5)
+    engine = build_engine(graph, close(graph, rounds=30), Budget(3, 4, 4))
+    every = torch.cat([graph.splits["test"], graph.splits["train"]])
+    together = find_proofs(engine, every)
+    assert together == [find_proofs(engine, query[None])[0] for query in every]
+    assert together[0] is not None
+
+
+@pytest.mark.parametrize("width", [0, 1])
+def test_nothing_to_search(width):
+    graph = graph_of(["p(a,b)"], ["p(X,Y) -> q(X,Y)"])
+    engine = build_engine(graph, close(graph))
+    assert find_proofs(engine, graph.splits["train"][:width]) == [None] * width

@@ -150,7 +150,7 @@ class WorldModel(nn.Module):
         """float32 [B] spread of the members over next meters and reward."""
         looked_at = torch.cat([members.known_state[..., :METERS], members.reward[..., None]], -1)
         centred = looked_at - looked_at.mean(0)
-        # Over the first axis: along the last one ONNX Runtime sums in an order that depends on where
-        # in memory a row stands.
+        # The first axis: along the last one ONNX Runtime sums in an order that depends on where in
+        # memory a row stands.
         squares = centred.square().permute(0, 2, 1).flatten(0, 1)
         return squares.mean(0).clamp_min(1e-12).sqrt()

@@ -8,19 +8,19 @@ import json
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from importlib.metadata import version as installed
 from typing import Any
 from urllib.parse import parse_qs
 
-import numpy as np
 import orjson
 
 from pipeline.files import HamletError
 from pipeline.serving import protocol
-from pipeline.serving.engine import Engine, Item, Refused
-from pipeline.serving.model import Model
+from pipeline.serving.engine import Engine, Item, Refused, Session
+from pipeline.serving.model import NAME, Model, pack
 from pipeline.serving.openapi import document
-from pipeline.serving.protocol import NAME, Ask
+from pipeline.serving.protocol import Ask
 
 MAX_BODY = 1 << 20  # bytes; a full batch of observations and states is a quarter of it
 READ_SECONDS = 10.0  # in which a body must have come
@@ -63,7 +63,7 @@ class App:
         self.draining = False
         self._authorization = f"Bearer {token}".encode() if token else None
         self._reading: dict[asyncio.Task[Any], float] = {}
-        self._infer_path = f"/v2/models/{NAME}/infer"
+        self.parser = protocol.Parser()
         self._routes: dict[tuple[str, ...], dict[str, Callable[..., Awaitable[Reply]]]] = {
             ("v2", "health", "live"): {"GET": self._live},
             ("v2", "health", "ready"): {"GET": self._ready},
@@ -89,17 +89,10 @@ class App:
         began = time.monotonic()
         try:
             status, body, headers = await self._reply(scope, receive)
-        except Refused as refused:
-            status, body, headers = _error(refused.status, refused.message)
-            if refused.retry is not None:
-                headers.append((b"retry-after", b"%d" % refused.retry))
-        except HamletError as error:
-            status, body, headers = _error(400, str(error))
         except Gone:
             return
         except Exception as error:
-            self.log("error", path=scope["path"], error=f"{type(error).__name__}: {error}"[:300])
-            status, body, headers = _error(500, "the server failed; its log says why")
+            status, body, headers = failed(error, self.log)
         self.metrics.responses[status] += 1
         self.metrics.seconds["request"].observe(time.monotonic() - began)
         headers.append((b"content-length", b"%d" % len(body)))
@@ -110,13 +103,10 @@ class App:
 
     async def _reply(self, scope: Scope, receive: Receive) -> Reply:
         path = scope["path"]
-        if path == self._infer_path and scope["method"] == "POST":  # nearly all there is
-            self._authorize(scope)
-            return await self._infer(scope, receive)
         parts = tuple(path.strip("/").split("/"))
         route = next((route for route in self._routes if _fits(route, parts)), None)
         if parts[:2] != ("v2", "health"):
-            self._authorize(scope)
+            self.authorize(scope["headers"])
         if route is None:
             raise Refused(404, f"there is nothing at {path[:100]}: see /openapi.json")
         methods, method = self._routes[route], scope["method"]
@@ -128,10 +118,11 @@ class App:
         wild = [have for want, have in zip(route, parts, strict=True) if want == "*"]
         return await methods[method](scope, receive, *wild)
 
-    def _authorize(self, scope: Scope) -> None:
+    def authorize(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """Refused with 401 without the token, where one is asked for."""
         if self._authorization is None:
             return
-        for name, value in scope["headers"]:
+        for name, value in headers:
             if name == b"authorization" and hmac.compare_digest(value, self._authorization):
                 return
         raise Refused(401, "the bearer token is missing or wrong")
@@ -162,7 +153,7 @@ class App:
         except asyncio.CancelledError:
             if task.uncancel():
                 raise
-            raise Refused(408, f"the body did not come within {READ_SECONDS:g} s") from None
+            raise too_slow() from None
         finally:
             del self._reading[task]
         if message["type"] != "http.request":
@@ -180,38 +171,61 @@ class App:
 
     async def _infer(self, scope: Scope, receive: Receive, version: str | None = None) -> Reply:
         body, header_length = await self._body(scope, receive)
-        header, binary = protocol.header_of(body, header_length)
-        ask = protocol.parse(header, binary, lambda ask: self._model_for(ask, version))
-        if ask.sequence is None:
-            return await self._once(ask, self._version(version))
-        outputs = ask.outputs
-        thoughts = outputs is None or any(name != "action" for name, _ in outputs)
-        session, action, decision = await self._tick(ask, thoughts)
-        model = session.model
-        if decision is None:
-            assert outputs
-            results = [("action", np.array([action]), binary) for _, binary in outputs]
-        else:
-            if outputs is None:
-                outputs = [(n, ask.binary) for n in protocol.outputs_of(model, True)]
-            results = [(n, protocol.from_decision(decision, n), b) for n, b in outputs]
-        return _inferred(model, ask, results)
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
 
-    async def _tick(self, ask: Ask, thoughts: bool) -> tuple[Any, int, Any]:
-        """One tick of a session, begun or found: (session, action, decision or None)."""
+        def done(status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+            if not reply.done():
+                reply.set_result((status, body, headers))
+
+        once = self.infer(body, header_length, version, done)
+        return await (once or reply)
+
+    def infer(
+        self,
+        body: bytes,
+        header_length: bytes | None,
+        version: str | None,
+        done: Callable[[int, bytes, list[tuple[bytes, bytes]]], None],
+    ) -> Awaitable[Reply] | None:
+        """Understand an inference request and queue it.
+
+        Returns:
+            None: `done` will be called with the reply. Without a sequence: the reply to await.
+
+        Raises:
+            Refused, HamletError: it was not queued.
+        """
+        ask, model = self.parser.parse(body, header_length, partial(self._model_for, version))
+        if ask.sequence is None:
+            return self._once(ask, model)
+        outputs = ask.outputs
+
+        def acted(action: int, more: Any) -> None:
+            if action < 0:
+                done(*failed(more, self.log))
+            elif more is None:
+                done(*_inferred(model, ask, action))
+            else:
+                wanted = outputs or [(n, ask.binary) for n in protocol.outputs_of(model, True)]
+                results = [(n, protocol.from_decision(more, n), b) for n, b in wanted]
+                done(*_inferred(model, ask, results))
+
+        self._submit(ask, acted, outputs is None or any(name != "action" for name, _ in outputs))
+        return None
+
+    def _submit(self, ask: Ask, done: Callable[[int, Any], None], thoughts: bool) -> Session:
+        """Queue a tick of a session, begun or found."""
         engine = self.engine
         assert ask.sequence is not None
         session = engine.open(ask.sequence, ask.seed) if ask.start else engine.get(ask.sequence)
-        limit = time.monotonic() + (ask.timeout or DEADLINE_SECONDS)
-        item = Item(session, ask.record, limit, ask.end, thoughts)
+        seconds = ask.timeout or DEADLINE_SECONDS
         try:
-            waiting = engine.submit(item)
+            engine.submit(Item(session, ask.record, seconds, ask.end, thoughts, done))
         except Refused:
             if ask.start:
                 engine.close(session, "refused")
             raise
-        action, decision = await waiting
-        return session, action, decision
+        return session
 
     async def _once(self, ask: Ask, model: Model) -> Reply:
         outputs = ask.outputs or [(n, ask.binary) for n in protocol.outputs_of(model, False)]
@@ -224,12 +238,10 @@ class App:
             raise HamletError(
                 "the state that was given is none of this agent's", "give what it returned"
             ) from None
-        results = [
-            (name, array, binary) for (name, binary), array in zip(outputs, values, strict=True)
-        ]
+        results = [(n, x, b) for (n, b), x in zip(outputs, values, strict=True)]
         return _inferred(model, ask, results)
 
-    def _model_for(self, ask: Ask, version: str | None) -> Model:
+    def _model_for(self, version: str | None, ask: Ask) -> Model:
         """The version that serves a request: its session's, else the one named, else current."""
         if ask.sequence is None or ask.start:
             model = self._version(version)
@@ -273,9 +285,15 @@ class App:
         observation = header.get("observation")
         if not isinstance(observation, dict):
             raise HamletError("'observation' is missing or not an object")
-        model = self._model_for(ask, None)
-        ask.record = model.pack(observation)
-        session, action, decision = await self._tick(ask, thoughts == "1")
+        model = self._model_for(None, ask)
+        ask.record = pack(model.fields, observation)
+        tick: asyncio.Future[tuple[int, Any]] = asyncio.get_running_loop().create_future()
+        session = self._submit(
+            ask, lambda *got: None if tick.done() else tick.set_result(got), thoughts == "1"
+        )
+        action, decision = await tick
+        if action < 0:
+            raise decision
         town = model.agent.card["town"]
         said = {
             "session": session.id,
@@ -351,7 +369,7 @@ class App:
         await send({"type": "lifespan.shutdown.complete"})
 
 
-def _inferred(model: Model, ask: Ask, results: list[tuple[str, np.ndarray, bool]]) -> Reply:
+def _inferred(model: Model, ask: Ask, results: protocol.Results) -> Reply:
     body, header_length = protocol.answer(model, ask, results)
     if header_length is None:
         return 200, body, [JSON]
@@ -362,6 +380,23 @@ def _fits(route: tuple[str, ...], parts: tuple[str, ...]) -> bool:
     return len(route) == len(parts) and all(
         want in ("*", have) for want, have in zip(route, parts, strict=True)
     )
+
+
+def too_slow() -> Refused:
+    return Refused(408, f"the body did not come within {READ_SECONDS:g} s")
+
+
+def failed(error: Exception, log: Callable[..., None]) -> Reply:
+    """What a client is told of an error; what no client should cause is logged."""
+    if isinstance(error, Refused):
+        status, body, headers = _error(error.status, error.message)
+        if error.retry is not None:
+            headers.append((b"retry-after", b"%d" % error.retry))
+        return status, body, headers
+    if isinstance(error, HamletError):
+        return _error(400, str(error))
+    log("error", error=f"{type(error).__name__}: {error}"[:500])
+    return _error(500, "the server failed; its log says why")
 
 
 def _error(status: int, message: str) -> Reply:

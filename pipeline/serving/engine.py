@@ -15,19 +15,18 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 
 from pipeline.files import HamletError
-from pipeline.serving.agent import OnnxAgent
+from pipeline.serving.agent import Decision, OnnxAgent
 from pipeline.serving.metrics import Metrics
 from pipeline.serving.model import RNG_RANGE, Model
 
 MAX_BATCH = 64  # rows; larger ones cost as much per row
 MAX_QUEUE = 2048  # requests waiting, of all sessions together
 MAX_QUEUE_OF_ONE = 16  # requests of one session waiting for one another
-INLINE_ROWS = 2  # so few rows run faster than a thread is woken
+INLINE_ROWS = 2  # so few rows, one after another, run faster than a thread is woken
 
 
 class Refused(Exception):
@@ -56,17 +55,27 @@ class Session:
 
 
 class Item:
-    """A request for one tick of a session."""
+    """A request for one tick of a session.
 
-    __slots__ = ("arrived", "deadline", "end", "future", "record", "session", "thoughts")
+    `done` is called once, with the action and, if thoughts were asked for, the `Decision`; or with
+    -1 and the error, a Refused or a HamletError (a bad observation).
+    """
+
+    __slots__ = ("arrived", "deadline", "done", "end", "record", "session", "thoughts")
 
     def __init__(
-        self, session: Session, record: bytes, deadline: float, end: bool, thoughts: bool
+        self,
+        session: Session,
+        record: bytes,
+        seconds: float,
+        end: bool,
+        thoughts: bool,
+        done: Callable[[int, Decision | Exception | None], None],
     ) -> None:
-        self.session, self.record, self.deadline = session, record, deadline
-        self.end, self.thoughts = end, thoughts
+        self.session, self.record, self.end, self.thoughts = session, record, end, thoughts
         self.arrived = time.monotonic()
-        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.deadline = self.arrived + seconds
+        self.done = done
 
 
 class Engine:
@@ -90,6 +99,7 @@ class Engine:
         self._queued = 0
         self._running = False
         self._scheduled = False
+        self._small = True  # the last batch was: whoever comes next is probably alone
         self._thread = ThreadPoolExecutor(1, "onnxruntime")
 
     # -- versions
@@ -191,7 +201,7 @@ class Engine:
         del self.sessions[session.id]
         self.metrics.sessions_closed[reason] += 1
         while session.waiting:
-            self._refuse(session.waiting.popleft(), Refused(404, f"session '{session.id}' ended"))
+            session.waiting.popleft().done(-1, Refused(404, f"session '{session.id}' ended"))
             self._queued -= 1
         if not session.busy:
             self._free(session)
@@ -213,9 +223,8 @@ class Engine:
 
     # -- requests
 
-    def submit(self, item: Item) -> asyncio.Future[Any]:
-        """Queue a request; its future gives the action, or (action, `Decision`) if asked for
-        thoughts, or raises Refused or HamletError (a bad observation).
+    def submit(self, item: Item) -> None:
+        """Queue a request.
 
         Raises:
             Refused: 429 the queue is full.
@@ -233,7 +242,6 @@ class Engine:
             session.busy = True
             self._ready[session.model.version].append(item)
             self._schedule()
-        return item.future
 
     async def once(
         self, model: Model, feeds: Mapping[str, np.ndarray], names: list[str]
@@ -289,10 +297,12 @@ class Engine:
             return
         self._running = True
         began = time.monotonic()
-        if len(batch) <= INLINE_ROWS:
+        small = len(batch) <= INLINE_ROWS
+        if small and self._small:
             error = _attempt(model.run, len(batch))
             self._finish(model, batch, began, error)
         else:
+            self._small = small
             done = self._thread.submit(_attempt, model.run, len(batch))
             loop = asyncio.get_running_loop()
             done.add_done_callback(
@@ -327,15 +337,14 @@ class Engine:
         actions = model.outputs["action"][: len(batch)].tolist()
         for row, (item, action) in enumerate(zip(batch, actions, strict=True)):
             item.session.ticks += 1
-            if not item.future.done():
-                item.future.set_result((action, model.decision(row) if item.thoughts else None))
+            item.done(action, model.decision(row) if item.thoughts else None)
             self._next(item)
         self.metrics.batch(len(batch), now - began, [began - item.arrived for item in batch])
         self._schedule()
 
     def _leave(self, item: Item, error: Exception) -> None:
         """A request that will not run; a session whose first request it was never began."""
-        self._refuse(item, error)
+        item.done(-1, error)
         if not item.session.ticks and not item.session.waiting:
             self.close(item.session, "refused")
         self._next(item)
@@ -352,10 +361,6 @@ class Engine:
             session.busy = False
             if session.closed:
                 self._free(session)
-
-    def _refuse(self, item: Item, error: Exception) -> None:
-        if not item.future.done():
-            item.future.set_exception(error)
 
     async def drain(self) -> None:
         """Wait until nothing is queued or running."""

@@ -10,6 +10,7 @@ without gaps. It is what a binary request carries and what JSON is packed into.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from pipeline.serving.agent import NEXT, STATE, Decision, OnnxAgent
 
 assert sys.byteorder == "little", "records are little endian"
 
+NAME = "hamlet-agent"  # as clients call the model
 # Open Inference Protocol names of numpy's dtypes.
 DATATYPES = {"uint8": "UINT8", "bool": "BOOL", "int64": "INT64", "float32": "FP32"}
 RNG_RANGE = 2**31 - 2  # of the agent's random numbers, see AgentState.rng
@@ -105,6 +107,11 @@ class Model:
         self.inputs = {name: _zeros(entry, max_batch) for name, entry in agent.inputs.items()}
         outputs = {entry["name"]: entry for entry in agent.card["schema"]["outputs"]}
         self.outputs = {name: _zeros(entry, max_batch) for name, entry in outputs.items()}
+        # The commonest answers but for the action itself.
+        head = f'{{"model_name":"{NAME}","model_version":{json.dumps(version)},"outputs":['
+        head += '{"name":"action","datatype":"INT64","shape":[1],'
+        self.binary_answer = f'{head}"parameters":{{"binary_data_size":8}}}}]}}'.encode()
+        self.json_answer = head.replace("%", "%%").encode() + b'"data":[%d]}]}'
         self._groups = [
             _group([f for f in fields if f.dtype == dtype], max_batch) for dtype in dtypes
         ]
@@ -215,44 +222,6 @@ class Model:
             raise _out_of_range(field, values)
         return values.astype(bool) if field.dtype == "bool" else values
 
-    def pack(self, observation: Mapping[str, Any]) -> bytes:
-        """One observation, arrays or nested lists without a batch, as a record.
-
-        Raises:
-            HamletError: naming the first field that is missing, unknown, misshapen or mistyped.
-                Ranges are looked at by `load`.
-        """
-        parts = []
-        for field in self.fields:
-            try:
-                value = observation[field.name]
-            except KeyError:
-                raise HamletError(
-                    f"field '{field.name}' is missing", _without_batch(field)
-                ) from None
-            if not isinstance(value, np.ndarray):
-                value = _array(field, value)
-            if value.shape != field.shape:
-                raise HamletError(
-                    f"field '{field.name}' has shape {list(value.shape)}", _without_batch(field)
-                )
-            if value.dtype != field.dtype:
-                exact = value.astype(field.dtype)
-                same = field.dtype == "float32" and value.dtype.kind in "fiu"
-                if not same and not np.array_equal(exact, value):
-                    raise HamletError(
-                        f"field '{field.name}' holds values that are not {field.datatype}",
-                        _without_batch(field),
-                    )
-                value = exact
-            parts.append(value.tobytes())
-        if len(observation) > len(parts):
-            unknown = next(name for name in observation if name not in self.by_name)
-            raise HamletError(
-                f"field '{unknown}' is unknown", f"known fields: {', '.join(self.by_name)}"
-            )
-        return b"".join(parts)
-
     def decision(self, row: int) -> Decision:
         """Row `row` of the last run, as copies with a batch of one."""
         at = slice(row, row + 1)
@@ -261,6 +230,45 @@ class Model:
         }
         thoughts = {name: self.outputs[name][at].copy() for name in self.thoughts}
         return Decision(self.outputs["action"][at].copy(), state, thoughts)
+
+
+def pack(fields: Sequence[Field], observation: Mapping[str, Any]) -> bytes:
+    """One observation, arrays or nested lists without a batch, as a record.
+
+    Raises:
+        HamletError: naming the first field that is missing, unknown, misshapen or mistyped.
+            Ranges are looked at by `Model.load`.
+    """
+    parts = []
+    for field in fields:
+        try:
+            value = observation[field.name]
+        except KeyError:
+            raise HamletError(f"field '{field.name}' is missing", _without_batch(field)) from None
+        if not isinstance(value, np.ndarray):
+            value = _array(field, value)
+        if value.shape != field.shape:
+            raise HamletError(
+                f"field '{field.name}' has shape {list(value.shape)}", _without_batch(field)
+            )
+        parts.append(value.tobytes() if value.dtype == field.dtype else _cast(field, value))
+    if len(observation) > len(parts):
+        known = [field.name for field in fields]
+        unknown = next(name for name in observation if name not in known)
+        raise HamletError(f"field '{unknown:.40}' is unknown", f"known fields: {', '.join(known)}")
+    return b"".join(parts)
+
+
+def _cast(field: Field, value: np.ndarray) -> bytes:
+    with np.errstate(all="ignore"):
+        exact = value.astype(field.dtype)
+        rounded = field.dtype == "float32" and value.dtype.kind in "fiu"
+        if not rounded and not np.array_equal(exact, value):
+            raise HamletError(
+                f"field '{field.name}' holds values that are not {field.datatype}",
+                _without_batch(field),
+            )
+    return exact.tobytes()
 
 
 def _field(entry: Mapping[str, Any], limit: Sequence[float] | None) -> Field:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.serving.model import RNG_RANGE, Field, Model
-from pipeline.serving.protocol import MAX_ID, NAME, outputs_of
+from pipeline.serving.model import NAME, RNG_RANGE, Field, Model
+from pipeline.serving.protocol import MAX_ID, outputs_of
 
 Schema = dict[str, Any]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
+from math import inf, prod
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,10 @@ import orjson
 
 from pipeline.files import HamletError
 from pipeline.serving.agent import Decision
-from pipeline.serving.model import DATATYPES, RNG_RANGE, Field, Model
+from pipeline.serving.model import DATATYPES, NAME, RNG_RANGE, Field, Model
 
+Results = int | list[tuple[str, np.ndarray, bool]]
+MAX_KNOWN = 10_000  # headers remembered
 MAX_ID = 128  # characters of a sequence_id
 _ID_TYPES = (int, str)
 
@@ -49,6 +52,14 @@ class Ask:
         self.rows = 1
         self.outputs: list[tuple[str, bool]] | None = None
 
+    def copy(self) -> Ask:
+        """The same request with a record of its own."""
+        new = Ask.__new__(Ask)
+        new.id, new.sequence, new.start, new.end = self.id, self.sequence, self.start, self.end
+        new.binary, new.timeout, new.seed = self.binary, self.timeout, self.seed
+        new.feeds, new.rows, new.outputs = self.feeds, self.rows, self.outputs
+        return new
+
 
 def header_of(body: bytes, header_length: bytes | None) -> tuple[dict[str, Any], memoryview]:
     """The JSON header of a request and the binary data behind it.
@@ -74,29 +85,67 @@ def header_of(body: bytes, header_length: bytes | None) -> tuple[dict[str, Any],
     return header, view[end:]
 
 
-def parse(header: dict[str, Any], binary: memoryview, models: Callable[[Ask], Model]) -> Ask:
-    """Understand a request.
+class Parser:
+    """Understands requests, and remembers the headers of binary ones: all ticks of a session have
+    the same."""
 
-    Args:
-        header, binary: as from `header_of`.
-        models: the version that will serve, given id, sequence, start and end.
+    def __init__(self) -> None:
+        self._known: dict[bytes, tuple[Ask, str, list[slice]]] = {}
 
-    Raises:
-        HamletError: naming the field that is wrong; or what `models` raises.
-    """
-    ask = Ask()
-    _parameters(ask, header)
-    model = models(ask)
-    inputs = header.get("inputs")
-    if not isinstance(inputs, list):
-        raise HamletError("'inputs' is missing or not an array", "it holds the observation")
-    if ask.sequence is None:
-        _arrays(ask, model, inputs, binary)
-    else:
-        ask.record = _record(model, inputs, binary)
-    if "outputs" in header:
-        ask.outputs = _outputs(ask, model, header["outputs"])
-    return ask
+    def parse(
+        self, body: bytes, header_length: bytes | None, models: Callable[[Ask], Model]
+    ) -> tuple[Ask, Model]:
+        """Understand a request.
+
+        Args:
+            body: of the request; header_length: of its header Inference-Header-Content-Length.
+            models: the version that will serve, given id, sequence, start and end.
+
+        Raises:
+            HamletError: naming the field that is wrong; or what `models` raises.
+        """
+        head = None
+        if header_length is not None and header_length.isdigit():
+            head = body[: int(header_length)]
+            known = self._known.get(head)
+            if known is not None:
+                ask, version, cuts = known
+                model = models(ask)
+                if len(body) - len(head) == model.record_bytes and model.version == version:
+                    at = len(head)
+                    again = ask.copy()
+                    again.record = b"".join([body[at + c.start : at + c.stop] for c in cuts])
+                    return again, model
+        header, binary = header_of(body, header_length)
+        ask = Ask()
+        _parameters(ask, header)
+        model = models(ask)
+        inputs = header.get("inputs")
+        if not isinstance(inputs, list):
+            raise HamletError("'inputs' is missing or not an array", "it holds the observation")
+        if ask.sequence is None:
+            _arrays(ask, model, inputs, binary)
+        else:
+            ask.record = _record(model, inputs, binary)
+        if "outputs" in header:
+            ask.outputs = _outputs(ask, model, header["outputs"])
+        lasting = ask.sequence is not None and not ask.start and not ask.end
+        if head and lasting and len(binary) == model.record_bytes:
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            self._known[head] = ask, model.version, _cuts(model, inputs)
+        return ask, model
+
+
+def _cuts(model: Model, inputs: list[dict[str, Any]]) -> list[slice]:
+    """Where each field of a record lies in the binary data of such a request."""
+    cuts = [slice(0)] * len(model.fields)
+    at = 0
+    for entry in inputs:
+        index = model.by_name[entry["name"]]
+        cuts[index] = slice(at, at + model.fields[index].nbytes)
+        at = cuts[index].stop
+    return cuts
 
 
 def _parameters(ask: Ask, header: dict[str, Any]) -> None:
@@ -332,14 +381,19 @@ def outputs_of(model: Model, with_sequence: bool) -> list[str]:
     return model.agent.outputs
 
 
-def answer(
-    model: Model, ask: Ask, results: list[tuple[str, np.ndarray, bool]]
-) -> tuple[bytes, int | None]:
+def answer(model: Model, ask: Ask, results: Results) -> tuple[bytes, int | None]:
     """The body of a response and, if it has binary tensors, the length of its header.
 
     Args:
-        results: (name, array, binary).
+        results: (name, array, binary) of every output; or the action, where only that is asked for.
     """
+    if isinstance(results, int):
+        if ask.id is None and ask.outputs is not None and len(ask.outputs) == 1:
+            if ask.outputs[0][1]:
+                return model.binary_answer + results.to_bytes(8, "little"), len(model.binary_answer)
+            return model.json_answer % results, None
+        array = np.array([results])
+        results = [(name, array, binary) for name, binary in ask.outputs or []]
     outputs, tail = [], []
     for name, values, binary in results:
         described: dict[str, Any] = {
@@ -365,9 +419,6 @@ def from_decision(decision: Decision, name: str) -> np.ndarray:
     return decision.action if name == "action" else decision.thoughts[name]
 
 
-NAME = "hamlet-agent"
-
-
 def metadata(model: Model) -> dict[str, Any]:
     """The model's metadata: what a client with a sequence sends and gets."""
     outputs = {entry["name"]: entry for entry in model.agent.card["schema"]["outputs"]}
@@ -390,3 +441,17 @@ def metadata(model: Model) -> dict[str, Any]:
             for name in outputs_of(model, True)
         ],
     }
+
+
+def fields_of(described: dict[str, Any]) -> list[Field]:
+    """The observation's fields from a server's `metadata`, without their ranges."""
+    dtypes = {datatype: dtype for dtype, datatype in DATATYPES.items()}
+    fields = []
+    for entry in described["inputs"]:
+        shape, dtype = tuple(entry["shape"][1:]), dtypes[entry["datatype"]]
+        size = prod(shape)
+        nbytes = size * np.dtype(dtype).itemsize
+        fields.append(
+            Field(entry["name"], dtype, shape, entry["datatype"], size, nbytes, -inf, inf)
+        )
+    return fields

@@ -51,6 +51,8 @@ def serve(
     """
     import uvicorn
 
+    from pipeline.serving.connection import Connection
+
     token = os.environ.get("HAMLET_TOKEN") or None
     engine = Engine(Metrics(), max_sessions, session_ttl)
     watch = Watch(source, engine)
@@ -108,7 +110,9 @@ def serve(
         access_log=False,
         server_header=False,
         date_header=False,
+        proxy_headers=False,
         ws="none",
+        http=Connection,
         lifespan="on",
         timeout_keep_alive=75,
         timeout_graceful_shutdown=DRAIN_SECONDS,
@@ -192,7 +196,8 @@ class Sweeper:
         self.app.sweep()
         now = time.monotonic()
         waiting = {}
-        for connection in self.server.server_state.connections:
+        for connection in list(self.server.server_state.connections):
+            connection.give_up(now)
             idle = connection.cycle is None or connection.cycle.response_complete
             if idle and connection.timeout_keep_alive_task is None:  # within a request's headers
                 waiting[connection] = since = self._waiting.get(connection, now)

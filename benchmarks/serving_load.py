@@ -1,0 +1,141 @@
+"""HTTP load from one process, as cheap as Python makes it: on a small machine the generator must
+not be what is measured. One thread, one epoll loop, requests prepared as bytes.
+
+A *talk* is a generator that yields requests and is sent the responses, one connection each.
+"""
+
+from __future__ import annotations
+
+import json
+import selectors
+import socket
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Generator, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+Talk = Generator[bytes, bytes, None]
+
+
+class Connection:
+    """One keep-alive connection and its talk."""
+
+    def __init__(self, host: str, port: int, talk: Talk) -> None:
+        self.address, self.talk = (host, port), talk
+        self.request = next(talk)
+        self.got = b""
+        self.sent_at = 0.0
+        self.connect()
+
+    def connect(self) -> None:
+        self.socket = socket.create_connection(self.address)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def send(self) -> None:
+        self.sent_at = time.perf_counter()
+        self.socket.sendall(self.request)
+
+    def receive(self) -> bytes | None:
+        """A whole response, or None while some of it is missing."""
+        more = self.socket.recv(65536)
+        if not more:
+            raise ConnectionError("the server closed the connection")
+        self.got = got = self.got + more if self.got else more
+        length = response_length(got)
+        if length is None or len(got) < length:
+            return None
+        self.got = b""
+        return got
+
+
+def response_length(got: bytes) -> int | None:
+    """Length of a whole response with its headers, or None if the headers are not complete."""
+    end = got.find(b"\r\n\r\n")
+    if end < 0:
+        return None
+    at = got.find(b"content-length: ", 0, end)
+    return end + 4 + (int(got[at + 16 : got.find(b"\r", at)]) if at > 0 else 0)
+
+
+def load(
+    host: str, port: int, talks: Iterable[Talk], seconds: float, rate: float | None = None
+) -> dict[str, Any]:
+    """Talk for `seconds`, each connection sending its next request when it is answered.
+
+    Args:
+        talks: one per connection; one that ends closes its connection.
+        rate: requests per second of all together at most; None: as fast as they are answered.
+
+    Returns:
+        requests_per_s, p50_ms and p99_ms (without the first fifth, at most a second), and counts
+        by status.
+    """
+    selector = selectors.DefaultSelector()
+    open_ = [Connection(host, port, talk) for talk in talks]
+    for connection in open_:
+        selector.register(connection.socket, selectors.EVENT_READ, connection)
+    latencies: list[float] = []
+    statuses: Counter[bytes] = Counter()
+    began = now = time.perf_counter()
+    measured_from, until = began + min(1.0, seconds / 5), began + seconds
+    ready = deque(open_)
+    sent = 0
+    while now < until and (ready or selector.get_map()):
+        while ready and (rate is None or sent < rate * (now - began)):
+            ready.popleft().send()
+            sent += 1
+        for key, _ in selector.select(0.001 if ready else 1.0):
+            connection = key.data
+            response = connection.receive()
+            if response is None:
+                continue
+            now = time.perf_counter()
+            statuses[response[9:12]] += 1
+            if now > measured_from:
+                latencies.append(now - connection.sent_at)
+            try:
+                connection.request = connection.talk.send(response)
+            except StopIteration:
+                selector.unregister(connection.socket)
+                connection.socket.close()
+                continue
+            if rate is None:
+                connection.send()
+                sent += 1
+            else:
+                ready.append(connection)
+        now = time.perf_counter()
+    for connection in open_:
+        connection.socket.close()
+    latencies.sort()
+    count = len(latencies)
+    return {
+        "requests_per_s": count / (now - measured_from),
+        "p50_ms": 1e3 * latencies[count // 2],
+        "p99_ms": 1e3 * latencies[int(count * 0.99)],
+        "statuses": {status.decode(): n for status, n in sorted(statuses.items())},
+    }
+
+
+def repeat(first: bytes, rest: Sequence[bytes]) -> Talk:
+    """`first` once, then `rest` in turn for ever."""
+    yield first
+    while True:
+        for request in rest:  # noqa: UP028 - a list takes no responses
+            yield request
+
+
+def main() -> None:
+    """`serving_load.py HOST PORT SECONDS FILE`: lines of JSON [first, rest...], each in hex."""
+    host, port, seconds, file = sys.argv[1:]
+    talks = []
+    for line in Path(file).read_text().splitlines():
+        first, *rest = (bytes.fromhex(text) for text in json.loads(line))
+        talks.append(repeat(first, rest))
+    print(json.dumps(load(host, int(port), talks, float(seconds))))
+
+
+if __name__ == "__main__":
+    main()

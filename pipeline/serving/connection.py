@@ -1,0 +1,155 @@
+"""The short way for the one request that comes thousands of times a second.
+
+A connection of uvicorn as it is, except that `POST /v2/models/hamlet-agent/infer` goes from the
+HTTP parser to the engine, and its answer to the socket, without a task and ASGI messages between
+them: that is a third of the work of a request. Everything else, pipelined requests behind an
+unanswered one too, takes uvicorn's way to the ASGI application.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from http import HTTPStatus
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from pipeline.serving.app import MAX_BODY, READ_SECONDS, App, Reply, failed, too_slow
+from pipeline.serving.model import NAME
+
+INFER = f"/v2/models/{NAME}/infer".encode()
+_OK = STATUS_LINE[HTTPStatus.OK]
+
+
+class _Short:
+    """A request on the short way; to uvicorn, a cycle like its own."""
+
+    __slots__ = (
+        "began", "body", "disconnected", "header_length", "keep_alive", "message_event",
+        "reading", "response_complete",
+    )  # fmt: skip
+
+    def __init__(self, keep_alive: bool, header_length: bytes | None) -> None:
+        self.keep_alive, self.header_length = keep_alive, header_length
+        self.body = b""
+        self.began = time.monotonic()
+        self.reading = True
+        self.disconnected = self.response_complete = False
+        self.message_event = _NOTHING
+
+
+class _Nothing:
+    """Where nobody waits."""
+
+    def set(self) -> None:
+        pass
+
+
+_NOTHING = _Nothing()
+
+
+class Connection(HttpToolsProtocol):
+    """A client's connection."""
+
+    def on_message_begin(self) -> None:
+        self.url = b""
+        self.expect_100_continue = False
+        self.headers = []
+
+    def on_headers_complete(self) -> None:
+        if self.url == INFER and (self.cycle is None or self.cycle.response_complete):
+            short = self._short()
+            if short is not None:
+                self.cycle = short  # type: ignore[assignment]
+                return
+        url, headers, expect = self.url, self.headers, self.expect_100_continue
+        super().on_message_begin()
+        self.url, self.expect_100_continue = url, expect
+        self.headers += headers
+        super().on_headers_complete()
+
+    def _short(self) -> _Short | None:
+        """The request if it may go the short way: whatever is unusual may not."""
+        if self.expect_100_continue or self.pipeline or self.parser.get_method() != b"POST":
+            return None
+        header_length = None
+        for name, value in self.headers:
+            if name == b"inference-header-content-length":
+                header_length = value
+            elif name == b"content-length":
+                if int(value) > MAX_BODY:
+                    return None
+            elif name in (b"transfer-encoding", b"content-encoding", b"upgrade"):
+                return None
+        keep_alive = self.parser.get_http_version() == "1.1" and self.parser.should_keep_alive()
+        return _Short(keep_alive, header_length)
+
+    def on_body(self, body: bytes) -> None:
+        cycle: Any = self.cycle
+        if type(cycle) is _Short:
+            cycle.body = cycle.body + body if cycle.body else body
+        else:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        cycle: Any = self.cycle
+        if type(cycle) is not _Short:
+            super().on_message_complete()
+            return
+        cycle.reading = False
+        app: App = self.config.app  # type: ignore[assignment]
+
+        def done(status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+            self._answer(app, cycle, status, body, headers)
+
+        try:
+            app.authorize(self.headers)
+            once = app.infer(cycle.body, cycle.header_length, None, done)
+        except Exception as error:
+            done(*failed(error, app.log))
+        else:
+            if once is not None:
+                task = self.loop.create_task(_awaited(once, app, done))
+                self.tasks.add(task)
+                task.add_done_callback(self.tasks.discard)
+
+    def give_up(self, now: float) -> None:
+        """Answer 408 to a request on the short way whose body does not come, when it is time."""
+        cycle: Any = self.cycle
+        if type(cycle) is _Short and cycle.reading and now - cycle.began > READ_SECONDS:
+            cycle.reading = False
+            app: App = self.config.app  # type: ignore[assignment]
+            self._answer(app, cycle, *failed(too_slow(), app.log))
+
+    def _answer(
+        self, app: App, cycle: Any, status: int, body: bytes, headers: list[tuple[bytes, bytes]]
+    ) -> None:
+        app.metrics.responses[status] += 1
+        app.metrics.seconds["request"].observe(time.monotonic() - cycle.began)
+        if cycle.disconnected:
+            return
+        lines = [_OK if status == 200 else STATUS_LINE[status]]
+        for name, value in headers:
+            lines += (name, b": ", value, b"\r\n")
+            if name == b"connection":
+                cycle.keep_alive = False
+        if not cycle.keep_alive and (b"connection", b"close") not in headers:
+            lines.append(b"connection: close\r\n")
+        lines += (b"content-length: %d\r\n\r\n" % len(body), body)
+        self.transport.write(b"".join(lines))
+        cycle.response_complete = True
+        if not cycle.keep_alive:
+            self.transport.close()
+        self.on_response_complete()
+
+
+async def _awaited(once: Awaitable[Reply], app: App, done: Any) -> None:
+    try:
+        reply = await once
+    except asyncio.CancelledError:
+        raise
+    except Exception as error:
+        reply = failed(error, app.log)
+    done(*reply)

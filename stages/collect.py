@@ -15,7 +15,7 @@ from pipeline.town.personalities import HELD_OUT, TRAIN
 from stages import paths
 from stages.common import progress, stage
 
-HELD_OUT_SEED = 1  # added to the seed: other worlds, other maps
+HELD_OUT_SEED, MORTAL_SEED = 1, 2  # added to the seed: other worlds, other maps
 
 
 def make_town(params: Params, held_out: bool = False) -> Town:
@@ -72,6 +72,13 @@ def main() -> None:
                 Scripted(unknown, list(HELD_OUT), seed),
                 params.held_out_worlds,
                 seed + HELD_OUT_SEED,
+            ),
+            # Scripted personalities rarely die; whether death is foreseen shows in these.
+            (
+                unknown,
+                Scripted(unknown, ["random"], seed),
+                -(-params.held_out_worlds // 2),
+                seed + MORTAL_SEED,
             ),
         ]
         states = [town.reset(world_seed, worlds) for town, _, worlds, world_seed in groups]

@@ -23,6 +23,8 @@ class Recorded(NamedTuple):
     """int64 indices of the worlds to learn from."""
     held_out: Tensor
     """int64 indices of the worlds of held-out personalities and maps."""
+    mortal: Tensor
+    """int64 indices of the worlds, on held-out maps too, whose players act at random and die."""
     shape: TownShape
     card: dict[str, Any]
 
@@ -43,7 +45,8 @@ def load_dataset(params: Params) -> Recorded:
     shape = TownShape.from_dict(card["town"])
     validate_observation(data, shape)
     worlds = torch.arange(data.shape[1])
-    return Recorded(data, worlds[: card["worlds"]], worlds[card["worlds"] :], shape, card)
+    parts = worlds.tensor_split((card["worlds"], card["worlds"] + card["held_out_worlds"]))
+    return Recorded(data, *parts, shape, card)
 
 
 def load_beliefs(recorded: Recorded, perceive: Any, card: dict[str, Any]) -> TensorDict:

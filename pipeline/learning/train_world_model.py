@@ -104,7 +104,7 @@ def world_model_loss(model: WorldModel, window: TensorDict) -> tuple[Tensor, dic
         bce = F.binary_cross_entropy_with_logits
         parts = {
             "mean": weighted_mean(squared("mean"), survived),
-            "log_std": weighted_mean(squared("log_std"), survived),
+            "log_std": weighted_mean(squared("log_std"), survived) * 0.2,
             "known_state": weighted_mean(squared("known_state"), survived) * 4,
             "reward": weighted_mean(squared("reward"), weight),
             "continue": weighted_mean(
@@ -207,9 +207,12 @@ def correlation(a: Tensor, b: Tensor) -> float:
 
 @torch.no_grad()
 def evaluate_world_model(
-    model: WorldModel, experience: TensorDict, worlds: Tensor, seed: int
+    model: WorldModel, experience: TensorDict, worlds: Tensor, mortal: Tensor, seed: int
 ) -> dict[str, float]:
-    """Open-loop report on held-out worlds: predictions fed back over 1, 5 and 15 ticks."""
+    """Open-loop report on held-out worlds: predictions fed back over 1, 5 and 15 ticks.
+
+    Whether survival is foreseen is measured in the worlds `mortal`, where agents do die.
+    """
     rng = torch.Generator().manual_seed(seed)
     window = windows(experience, max(REPORT_TICKS), 4096, worlds, rng)
     mean, log_std, known = (window[key][0] for key in ("mean", "log_std", "known_state"))
@@ -228,9 +231,6 @@ def evaluate_world_model(
             here = alive
             result["reward_r2"] = r_squared(reward[here], window["reward"][0][here])
             result["value_explained_variance"] = r_squared(value[here], window["value"][0][here])
-            lives = ~window["done"][0][here]
-            result["continue_auroc"] = auroc(cont[here], lives)
-            result["continue_brier"] = (cont[here] - lives.float()).square().mean().item()
         alive = alive & ~window["done"][t]
         k = t + 1
         if k in REPORT_TICKS:
@@ -242,4 +242,9 @@ def evaluate_world_model(
             result[f"meter_error_{k}_over_persistence"] = (error.mean() / persistence).item()
             result[f"meter_error_{k}_over_drift"] = (error.mean() / drifted).item()
             result[f"doubt_error_correlation_{k}"] = correlation(doubt[alive], error)
+    end = windows(experience, 1, 16384, mortal, rng)[0]
+    end = end[end["alive"]]
+    cont = model(end["mean"], end["log_std"], end["known_state"], end["action"])[4]
+    result["continue_auroc"] = auroc(cont, ~end["done"])
+    result["continue_brier"] = (cont - (~end["done"]).float()).square().mean().item()
     return result

@@ -35,6 +35,7 @@ os.environ.setdefault("DO_NOT_TRACK", "true")
 
 EXPERIMENT = "hamlet"
 MODEL = "hamlet-agent"
+PROVER_MODEL = "hamlet-prover"
 CHAMPION = "champion"
 RUNS_DIR = Path("artifacts/runs")
 FLUSH_SECONDS = 5.0
@@ -93,12 +94,12 @@ def experiment_id(mlflow_client: Any) -> str:
     return found.experiment_id
 
 
-def champion(mlflow_client: Any) -> Any:  # mlflow's ModelVersion
-    """The registered version that the champion alias points to, or None."""
+def champion(mlflow_client: Any, model: str = MODEL) -> Any:  # mlflow's ModelVersion
+    """The registered version of a model that the champion alias points to, or None."""
     from mlflow.exceptions import MlflowException
 
     try:
-        return mlflow_client.get_model_version_by_alias(MODEL, CHAMPION)
+        return mlflow_client.get_model_version_by_alias(model, CHAMPION)
     except MlflowException:
         return None
 

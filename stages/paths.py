@@ -10,6 +10,8 @@ WORLD_MODEL = ARTIFACTS / "world_model.pt2"
 SOCIAL = ARTIFACTS / "social.pt2"
 POLICY = {part: ARTIFACTS / f"policy_{part}.pt2" for part in ("prior", "ended", "weigh", "act")}
 AGENT = ARTIFACTS / "agent.onnx"
+PROVER = ARTIFACTS / "prover"
+PROVER_ONNX = ARTIFACTS / "prover.onnx"
 REPORT = ARTIFACTS / "REPORT.md"
 EPISODE = ARTIFACTS / "episode.gif"
 

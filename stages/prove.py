@@ -13,9 +13,6 @@ from stages import paths
 from stages.common import stage
 from stages.log import StageLog
 
-PROVER = paths.ARTIFACTS / "prover"
-PROVER_ONNX = paths.ARTIFACTS / "prover.onnx"
-
 
 def main() -> None:
     with stage("prove") as s:
@@ -41,14 +38,14 @@ def main() -> None:
         numbers = train_prover(
             world, prover, config, s.params.seed, report, folder / "checkpoint.pt"
         )
-        save_prover(PROVER, prover, world, params.rounds)
+        save_prover(paths.PROVER, prover, world, params.rounds)
         inputs = example_inputs(world)
         outputs = ("logits", "value", "score")
-        with atomic_path(PROVER_ONNX) as temporary:
+        with atomic_path(paths.PROVER_ONNX) as temporary:
             model = export_onnx(prover.eval(), inputs, outputs)
             temporary.write_bytes(model.SerializeToString(deterministic=True))
         write_card(
-            PROVER_ONNX,
+            paths.PROVER_ONNX,
             kind="prover scorer",
             schema={
                 "inputs": [

@@ -10,7 +10,6 @@ from pipeline.proofs.ranking import evaluate_scores, pose, sampled_negatives
 from pipeline.proofs.trace import prove
 from stages import paths
 from stages.common import stage
-from stages.prove import PROVER
 
 PROOFS = paths.ARTIFACTS / "proofs.txt"
 PICTURE = paths.ARTIFACTS / "proof.svg"
@@ -19,7 +18,7 @@ SHOWN = 20
 
 def main() -> None:
     with stage("prove_evaluate") as s:
-        prover, world = load_prover(PROVER)
+        prover, world = load_prover(paths.PROVER)
         graph = world.graph
         questions = pose(graph, world.closure, graph.splits["test"], graph.known())
         negatives = sampled_negatives(graph, questions, 100, s.params.seed)

@@ -1,7 +1,7 @@
-"""Stage `register`: the agent in MLflow's registry, champion if it passes the gate, and a summary.
+"""Stage `register`: agent and prover in MLflow's registry, champions if they pass their gates.
 
-DVC runs this stage every time, also when every other one came from its cache; it does nothing but
-look unless the registry lacks this agent. It never imports PyTorch.
+A summary comes last. DVC runs this stage every time, also when every other one came from its cache;
+it does nothing but look unless the registry lacks one of the two. It never imports PyTorch.
 """
 
 import sys
@@ -10,7 +10,7 @@ from contextlib import redirect_stderr
 from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlparse
 
 from rich.console import Console
@@ -20,13 +20,28 @@ from pipeline import tracking
 from pipeline.files import HamletError, check_card, how_to_make, read_json, write_json
 from pipeline.ort import check_runtime
 from pipeline.params import Params, load_params
-from pipeline.tracking import CHAMPION, MODEL, StageRun, stage_run
+from pipeline.tracking import CHAMPION, MODEL, PROVER_MODEL, StageRun, stage_run
 from stages.common import one_line_errors
-from stages.paths import AGENT, EPISODE, REPORT, metrics
+from stages.paths import AGENT, EPISODE, PROVER_ONNX, REPORT, metrics
+
+
+class Candidate(NamedTuple):
+    """A file that wants to be champion of a registered model, and what speaks against it."""
+
+    model: str
+    file: Path
+    card: Mapping[str, Any]
+    scores: Mapping[str, Any]
+    reasons: list[str]
+
+    def verdict(self) -> dict[str, Any]:
+        return {
+            "sha256": self.card["sha256"], "passed": not self.reasons, "reasons": self.reasons
+        }  # fmt: skip
 
 
 def main() -> None:
-    """Register the agent, make it champion if the gate allows, print the summary."""
+    """Register both, make champions of those whose gate allows it, print the summary."""
     with one_line_errors("register"):
         params = load_params()
         card = check_card(AGENT)
@@ -44,10 +59,13 @@ def main() -> None:
                 how_to_make(metrics("evaluate")),
             )
         reasons = gate(params.register.model_dump(), scores)
-        number, news = register(params, card, scores, reasons)
-        verdict = {"sha256": card["sha256"], "passed": not reasons, "reasons": reasons}
-        write_json(metrics("register"), verdict)
-        summary(scores, number, news, reasons)
+        agent = Candidate(MODEL, AGENT, card, scores, reasons)
+        ranked = read_json(metrics("prove_evaluate"))
+        card = check_card(PROVER_ONNX)
+        prover = Candidate(PROVER_MODEL, PROVER_ONNX, card, ranked, gate_prover(ranked))
+        versions = register(params, [agent, prover])
+        write_json(metrics("register"), agent.verdict() | {"prover": prover.verdict()})
+        summary([agent, prover], versions)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -77,14 +95,24 @@ def gate(limits: Mapping[str, Any], scores: Mapping[str, Any]) -> list[str]:
     return reasons
 
 
+def gate_prover(scores: Mapping[str, Any]) -> list[str]:
+    """Why the prover may not be champion: it ranks worse than the plain symbolic baseline."""
+    reasons = []
+    for name in ("mrr_all", "mrr_100"):
+        value, floor = scores.get(name), scores.get(f"symbolic_{name}")
+        if not isinstance(value, int | float) or not isinstance(floor, int | float):
+            reasons.append(f"{name} or symbolic_{name} is not in the evaluation")
+        elif value < floor:
+            reasons.append(f"{name} is {value:.4g}, the symbolic baseline has {floor:.4g}")
+    return reasons
+
+
 # ------------------------------------------------------------------------------------------------
 # The registry
 
 
-def register(
-    params: Params, card: Mapping[str, Any], scores: Mapping[str, Any], reasons: list[str]
-) -> tuple[int, str]:
-    """Make sure the registry holds this agent and the alias is right; returns (version, news).
+def register(params: Params, candidates: list[Candidate]) -> list[tuple[int, str]]:
+    """Make sure the registry holds these and the aliases are right; returns (version, news) each.
 
     Raises:
         HamletError: the MLflow database cannot be reached.
@@ -94,37 +122,48 @@ def register(
         with tracking.tracking_lock():
             experiment = tracking.experiment_id(client)
             idle = tracking.find_parent(client, experiment) is None
-            found = find_version(client, card["sha256"])
+            found = [find_version(client, c.model, c.card["sha256"]) for c in candidates]
     except Exception as error:  # whatever MLflow, SQLite or the disk say
         raise _no_registry(error) from error
-    if found is not None and idle and _alias_is_right(client, found, reasons):
-        return found, "unchanged"
+    if idle and all(n is not None and _alias_is_right(client, c, n)
+                    for c, n in zip(candidates, found)):  # fmt: skip
+        return [(number, "unchanged") for number in found if number is not None]
     with stage_run("register", params) as run:
-        numbers = tracking.flatten(scores)
-        run.metrics({k: v for k, v in numbers.items() if isinstance(v, int | float)})
+        for candidate in candidates:
+            scores = candidate.scores
+            scores = scores if candidate.model == MODEL else {"prover": scores}
+            numbers = tracking.flatten(scores)
+            run.metrics({k: v for k, v in numbers.items() if isinstance(v, int | float)})
         run.artifact(metrics("evaluate"))
+        run.artifact(metrics("prove_evaluate"))
         if run.run_id is None:
             raise _no_registry(None)
-        with tracking.tracking_lock():  # two workers may have made the same agent
-            found = find_version(client, card["sha256"])
-            news = "unchanged" if found is not None else "new"
-            number = found if found is not None else log_model(run, card)
-            _set_alias(client, number, reasons)
-        client.set_model_version_tag(MODEL, str(number), "gate", "; ".join(reasons) or "passed")
+        return [_register(client, run, candidate) for candidate in candidates]
+
+
+def _register(client: Any, run: StageRun, candidate: Candidate) -> tuple[int, str]:
+    with tracking.tracking_lock():  # two workers may have made the same file
+        found = find_version(client, candidate.model, candidate.card["sha256"])
+        news = "unchanged" if found is not None else "new"
+        number = found if found is not None else log_model(run, candidate)
+        _set_alias(client, candidate, number)
+    gate = "; ".join(candidate.reasons) or "passed"
+    client.set_model_version_tag(candidate.model, str(number), "gate", gate)
+    if candidate.model == MODEL:
         run.tag("hamlet.model_version", number)
     return number, news
 
 
-def find_version(client: Any, sha256: str) -> int | None:
-    """The version of the agent with this hash whose file is still there, or None.
+def find_version(client: Any, model: str, sha256: str) -> int | None:
+    """The version of a model with this hash whose file is still there, or None.
 
     A version whose file was deleted is removed: nothing could load it.
     """
     numbers = []
-    for found in client.search_model_versions(f"name = '{MODEL}'"):
+    for found in client.search_model_versions(f"name = '{model}'"):
         if found.tags.get("sha256") == sha256:
             if _file_of(client, found) is False:
-                client.delete_model_version(MODEL, found.version)
+                client.delete_model_version(model, found.version)
             else:
                 numbers.append(int(found.version))
     return min(numbers, default=None)
@@ -141,14 +180,14 @@ def _file_of(client: Any, model_version: Any) -> bool | None:
     return (Path(unquote(place.path)) / "model.onnx").is_file()
 
 
-def log_model(run: StageRun, card: Mapping[str, Any]) -> int:
-    """Log the agent as one file that requires one ONNX Runtime; returns its version."""
+def log_model(run: StageRun, candidate: Candidate) -> int:
+    """Log an ONNX file that requires one ONNX Runtime; returns its version."""
     import mlflow
     import onnx
 
     build, build_version = check_runtime()  # MLflow's own list would name both builds
     needs = [f"{build}=={build_version}", f"onnx=={version('onnx')}"]
-    model = onnx.load(AGENT)
+    model, card = onnx.load(candidate.file), candidate.card
     mlflow.set_tracking_uri(tracking.tracking_uri())
     mlflow.set_registry_uri(tracking.tracking_uri())
     chatter = StringIO()
@@ -156,14 +195,15 @@ def log_model(run: StageRun, card: Mapping[str, Any]) -> int:
         with redirect_stderr(chatter), mlflow.start_run(run_id=run.run_id):
             logged = mlflow.onnx.log_model(
                 model,
-                name="agent",
+                name=candidate.file.stem,
                 signature=_signature(model),
                 pip_requirements=needs,
                 onnx_execution_providers=["CPUExecutionProvider"],
                 save_as_external_data=False,
                 metadata={"sha256": card["sha256"], "upstream": dict(card["upstream"])},
             )
-            made = mlflow.register_model(logged.model_uri, MODEL, tags={"sha256": card["sha256"]})
+            tags = {"sha256": card["sha256"]}
+            made = mlflow.register_model(logged.model_uri, candidate.model, tags=tags)
     except BaseException:
         sys.stderr.write(chatter.getvalue())
         raise
@@ -191,17 +231,17 @@ def _signature(model: Any) -> Any:
     return ModelSignature(inputs=specs(model.graph.input), outputs=specs(model.graph.output))
 
 
-def _alias_is_right(client: Any, number: int, reasons: list[str]) -> bool:
-    now = tracking.champion(client)
-    return (now is not None and int(now.version) == number) == (not reasons)
+def _alias_is_right(client: Any, candidate: Candidate, number: int) -> bool:
+    now = tracking.champion(client, candidate.model)
+    return (now is not None and int(now.version) == number) == (not candidate.reasons)
 
 
-def _set_alias(client: Any, number: int, reasons: list[str]) -> None:
-    if not _alias_is_right(client, number, reasons):
-        if reasons:  # it was champion under a lower gate
-            client.delete_registered_model_alias(MODEL, CHAMPION)
+def _set_alias(client: Any, candidate: Candidate, number: int) -> None:
+    if not _alias_is_right(client, candidate, number):
+        if candidate.reasons:  # it was champion under a lower gate
+            client.delete_registered_model_alias(candidate.model, CHAMPION)
         else:
-            client.set_registered_model_alias(MODEL, CHAMPION, str(number))
+            client.set_registered_model_alias(candidate.model, CHAMPION, str(number))
 
 
 def _no_registry(error: Exception | None) -> HamletError:
@@ -216,8 +256,9 @@ def _no_registry(error: Exception | None) -> HamletError:
 # The summary
 
 
-def summary(scores: Mapping[str, Any], number: int, news: str, reasons: list[str]) -> None:
+def summary(candidates: list[Candidate], versions: list[tuple[int, str]]) -> None:
     """Print the end of `dvc repro`: scores against the baselines and where everything is."""
+    scores, ranked = (candidate.scores for candidate in candidates)
     console = Console(highlight=False, soft_wrap=True)
     table = Table("", "mean return", "survival", box=None, pad_edge=False)
     for column in table.columns[1:]:
@@ -232,12 +273,17 @@ def summary(scores: Mapping[str, Any], number: int, news: str, reasons: list[str
     if low is not None:
         ratio = scores["ratio_over_rest"]
         console.print(f"agent / always-REST: {ratio:.2f} (95 % from {low:.2f} to {high:.2f})")
+    if "mrr_all" in ranked and "symbolic_mrr_all" in ranked:
+        learnt, plain = ranked["mrr_all"], ranked["symbolic_mrr_all"]
+        console.print(f"prover: MRR {learnt:.3f} over all entities (symbolic baseline {plain:.3f})")
     console.print()
-    title = f"{MODEL} version {number}" + (", new" if news == "new" else "")
-    if reasons:
-        console.print(f"{title}, is not champion: {'; '.join(reasons)}", style="yellow")
-    else:
-        console.print(f"{title}, is the champion", style="green")
+    for candidate, (number, news) in zip(candidates, versions):
+        title = f"{candidate.model} version {number}" + (", new" if news == "new" else "")
+        if candidate.reasons:
+            why = "; ".join(candidate.reasons)
+            console.print(f"{title}, is not champion: {why}", style="yellow")
+        else:
+            console.print(f"{title}, is the champion", style="green")
     for what, where in (
         ("ONNX file", AGENT),
         ("report", REPORT),

@@ -58,6 +58,20 @@ def write_agent(repo: Path, weight: float) -> None:
     write_card(path, "agent", {"inputs": [], "outputs": []}, {"policy": "p" * 64})
 
 
+def write_prover(repo: Path, mrr: float) -> None:
+    """A small scorer, and its ranks beside the symbolic baseline's 0.95."""
+    x = helper.make_tensor_value_info("prior", TensorProto.FLOAT, ["batch"])
+    score = helper.make_tensor_value_info("score", TensorProto.FLOAT, ["batch"])
+    nodes = [helper.make_node("Relu", ["prior"], ["score"])]
+    graph = helper.make_graph(nodes, "prover", [x], [score])
+    model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
+    path = repo / "artifacts" / "prover.onnx"
+    onnx.save(model, path)
+    write_card(path, "prover scorer", {"inputs": [], "outputs": []})
+    ranks = {"mrr_all": mrr, "mrr_100": 0.97, "symbolic_mrr_all": 0.95, "symbolic_mrr_100": 0.97}
+    write_json(repo / "artifacts/metrics/prove_evaluate.json", ranks)
+
+
 def set_gate(repo: Path, ratio: float) -> None:
     params = yaml.safe_load((ROOT / "params.yaml").read_text())
     params["register"]["min_ratio_over_rest"] = ratio
@@ -82,6 +96,7 @@ def repo(tmp_path, monkeypatch, fresh_database):
     (tmp_path / ".dvc").mkdir()
     shutil.copy(fresh_database, tmp_path / "mlflow.db")
     write_agent(tmp_path, 1.0)
+    write_prover(tmp_path, 0.96)
     write_json(tmp_path / "artifacts/metrics/evaluate.json", SCORES)
     set_gate(tmp_path, 2.0)
     yield tmp_path
@@ -163,7 +178,11 @@ def test_it_registers_once_and_the_champion_is_the_file(repo, capsys, monkeypatc
         assert place in out
     assert "mlflow ui --backend-store-uri sqlite:///mlflow.db" in out
     verdict = json.loads((repo / "artifacts/metrics/register.json").read_text())
-    assert verdict == {"sha256": card["sha256"], "passed": True, "reasons": []}
+    prover = json.loads((repo / "artifacts/prover.onnx.json").read_text())
+    passed = {"passed": True, "reasons": []}
+    assert verdict == {
+        "sha256": card["sha256"], **passed, "prover": {"sha256": prover["sha256"], **passed}
+    }  # fmt: skip
     # a parent and a child, with the scores
     assert len(runs()) == 2
     child = next(r for r in runs() if r.data.tags.get("hamlet.stage") == "register")
@@ -250,6 +269,39 @@ def test_the_gate_keeps_the_alias_and_says_why(repo, capsys):
     write_agent(repo, 1.0)
     register.main()
     assert champion() is None
+
+
+def test_the_prover_is_registered_behind_a_gate_of_its_own(repo, capsys):
+    def prover_champion() -> int | None:
+        found = tracking.champion(tracking.client(), tracking.PROVER_MODEL)
+        return int(found.version) if found else None
+
+    register.main()
+    out = capsys.readouterr().out
+    assert "hamlet-prover version 1, new, is the champion" in out
+    assert "MRR 0.960 over all entities (symbolic baseline 0.950)" in out
+    assert prover_champion() == 1
+    mlflow.set_tracking_uri(tracking_uri())
+    loaded = mlflow.onnx.load_model("models:/hamlet-prover@champion")
+    assert [i.name for i in loaded.graph.input] == ["prior"]
+    # worse than the symbolic baseline: registered still, champion no more
+    write_prover(repo, 0.94)
+    register.main()
+    out = capsys.readouterr().out
+    assert "is not champion: mrr_all is 0.94, the symbolic baseline has 0.95" in out
+    assert prover_champion() is None
+    assert champion() == 1
+    verdict = json.loads((repo / "artifacts/metrics/register.json").read_text())
+    assert verdict["passed"] is True
+    assert verdict["prover"]["passed"] is False
+    assert register.gate_prover({"mrr_all": 1.0}) == [
+        "mrr_all or symbolic_mrr_all is not in the evaluation",
+        "mrr_100 or symbolic_mrr_100 is not in the evaluation",
+    ]
+    (repo / "artifacts/prover.onnx").unlink()
+    with pytest.raises(SystemExit):
+        register.main()
+    assert "prover.onnx is missing" in capsys.readouterr().err
 
 
 def test_bad_input_is_one_line(repo, capsys):

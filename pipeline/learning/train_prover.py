@@ -297,7 +297,8 @@ class Choice:
         score = [self.prover.see(part).score.double() for part in self.roots.split(CHUNK)]
         correction = torch.cat(score) - self.prior
         loss = surprise(self.questions, self.keys, self.prior + correction)
-        for trust in TRUSTS if self.prover.use_prior else (1.0,):
+        trusts = TRUSTS if bool(correction.any()) else (0.0,)  # untrained: the baseline itself
+        for trust in trusts if self.prover.use_prior else (1.0,):
             order = (self.gain(self.prior + trust * correction), -(trust or 2.0), -loss)
             if order > self.best:
                 self.best, self.label = order, label | {"trust": trust}

@@ -104,8 +104,9 @@ class Prover(nn.Module):
         present = (ways > 0 if self.use_prior else legal).float()
 
         # What there is to go on with: every rule that applies, and in how many ways.
-        hidden = (self.by_ways(kind) * ways[..., None]).sum(1)
-        hidden = hidden + (self.by_presence(kind) * present[..., None]).sum(1)
+        none = ways.new_zeros(len(ways), self.shape.num_kinds)
+        hidden = none.scatter_add(1, kind, ways) @ self.by_ways.weight
+        hidden = hidden + none.scatter_add(1, kind, present) @ self.by_presence.weight
         hidden = hidden + self.predicate(x.query[:, 0]) + self.entities(self._context(x))
         closed = ((x.left == 0) & legal).any(1).float()
         here = torch.stack([(~x.root).float(), closed, prior.clamp(-10.0, 15.0) / 10.0], -1)
@@ -114,7 +115,7 @@ class Prover(nn.Module):
 
         correction = self.trust * self.go_on(deep).squeeze(-1)
         score = torch.where(x.root, prior, torch.full_like(prior, CERTAIN)) + correction
-        per_kind = (self.kind_key(kind) * self.kind_query(deep)[:, None]).sum(-1)
+        per_kind = (self.kind_query(deep) @ self.kind_key.weight.T).gather(1, kind)
         seen = torch.stack([relative / 12.0, ways, present, (x.left == 0).float()], -1)
         choice = relative + self.trust * (per_kind + self.features(seen).squeeze(-1))
         choice = choice.masked_fill(~legal, -1e9).log_softmax(-1)

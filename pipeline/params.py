@@ -131,6 +131,10 @@ class RegisterParams(Section):
     min_ratio_over_rest: float = Field(
         ge=0, description="lower end of the 95 % interval of the return over that of always-REST"
     )
+    min_mean_return: float = Field(description="of the agent on held-out worlds")
+    max_loss: float = Field(description="of the policy at the end of its training")
+    max_value_loss: float = Field(ge=0, description="of the critic at the end of its training")
+    min_action_entropy: float = Field(ge=0, description="nats, at the end of the training")
 
 
 class ProofsParams(Section):

@@ -58,7 +58,8 @@ def main() -> None:
                 f"{metrics('evaluate')} lacks {', '.join(sorted(lacking))}",
                 how_to_make(metrics("evaluate")),
             )
-        reasons = gate(params.register.model_dump(), scores)
+        trained = read_json(metrics("policy"))
+        reasons = gate(params.register.model_dump(), trained | scores)
         agent = Candidate(MODEL, AGENT, card, scores, reasons)
         ranked = read_json(metrics("prove_evaluate"))
         card = check_card(PROVER_ONNX)

@@ -37,6 +37,10 @@ SCORES = {
 }
 
 
+# The training's own mean return is not what the gate looks at.
+TRAINED = {"loss": 0.1, "value_loss": 0.01, "action_entropy": 0.06, "mean_return": 1.0}
+
+
 def write_agent(repo: Path, weight: float) -> None:
     """A small agent: two named inputs, a float output and an action, dynamic batch."""
     x = helper.make_tensor_value_info("view", TensorProto.FLOAT, ["batch", 3])
@@ -72,9 +76,9 @@ def write_prover(repo: Path, mrr: float) -> None:
     write_json(repo / "artifacts/metrics/prove_evaluate.json", ranks)
 
 
-def set_gate(repo: Path, ratio: float) -> None:
+def set_gate(repo: Path, ratio: float, **limits: float) -> None:
     params = yaml.safe_load((ROOT / "params.yaml").read_text())
-    params["register"]["min_ratio_over_rest"] = ratio
+    params["register"] |= {"min_ratio_over_rest": ratio, "min_mean_return": 0.0} | limits
     (repo / "params.yaml").write_text(yaml.safe_dump(params))
 
 
@@ -98,6 +102,7 @@ def repo(tmp_path, monkeypatch, fresh_database):
     write_agent(tmp_path, 1.0)
     write_prover(tmp_path, 0.96)
     write_json(tmp_path / "artifacts/metrics/evaluate.json", SCORES)
+    write_json(tmp_path / "artifacts/metrics/policy.json", TRAINED)
     set_gate(tmp_path, 2.0)
     yield tmp_path
     mlflow.set_tracking_uri(None)
@@ -268,6 +273,23 @@ def test_the_gate_keeps_the_alias_and_says_why(repo, capsys):
     set_gate(repo, 5.0)
     write_agent(repo, 1.0)
     register.main()
+    assert champion() is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "bound", "reason"),
+    [
+        ("min_mean_return", 450.0, "mean_return is 400.5, the gate asks min 450"),
+        ("max_loss", 0.05, "loss is 0.1, the gate asks max 0.05"),
+        ("max_value_loss", 0.001, "value_loss is 0.01, the gate asks max 0.001"),
+        ("min_action_entropy", 0.1, "action_entropy is 0.06, the gate asks min 0.1"),
+    ],
+)
+def test_every_limit_of_the_gate_can_block_and_is_named(repo, limit, bound, reason):
+    set_gate(repo, 2.0, **{limit: bound})
+    register.main()
+    verdict = json.loads((repo / "artifacts/metrics/register.json").read_text())
+    assert verdict["reasons"] == [reason]
     assert champion() is None
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from PIL import Image
+
 from pipeline.files import atomic_path, write_json
 from pipeline.learning.train_prover import rank
-from pipeline.proofs import load_prover, proof_svg
+from pipeline.proofs import load_prover
 from pipeline.proofs.knowledge import find
+from pipeline.proofs.picture import draw_proof
 from pipeline.proofs.ranking import evaluate_scores, pose, sampled_negatives
 from pipeline.proofs.trace import prove
 from stages import paths
 from stages.common import stage
 
 PROOFS = paths.ARTIFACTS / "proofs.txt"
-PICTURE = paths.ARTIFACTS / "proof.svg"
+PICTURE = paths.ARTIFACTS / "proof.png"
 SHOWN = 20
 
 
@@ -41,10 +44,10 @@ def main() -> None:
         lines = [line for proof in proofs if proof for line in (*proof.lines(), "")]
         with atomic_path(PROOFS) as temporary:
             temporary.write_text("\n".join(lines) + "\n", encoding="utf-8", newline="\n")
-        best = max((p for p in proofs if p), key=lambda p: len(p.facts()), default=None)
+        shown = max((p for p in proofs if p), key=lambda p: len(p.facts()), default=None)
         with atomic_path(PICTURE) as temporary:
-            empty = '<svg xmlns="http://www.w3.org/2000/svg"/>\n'
-            temporary.write_text(proof_svg(best) if best else empty, encoding="utf-8")
+            image = draw_proof(shown) if shown else Image.new("RGB", (1, 1))
+            image.save(temporary, "PNG")
         write_json(paths.metrics("prove_evaluate"), numbers)
         s.run.metrics(numbers)
         s.run.artifact(PICTURE)

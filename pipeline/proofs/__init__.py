@@ -2,7 +2,7 @@
 
 from pipeline.proofs.data import Graph, load_graph
 from pipeline.proofs.saved import build_world, load_prover, open_graph, save_prover
-from pipeline.proofs.trace import Answer, Proof, ask, proof_svg
+from pipeline.proofs.trace import Answer, Proof, ask
 from pipeline.proofs.world import ProofWorld, WorldConfig
 
 __all__ = [
@@ -16,6 +16,5 @@ __all__ = [
     "load_graph",
     "load_prover",
     "open_graph",
-    "proof_svg",
     "save_prover",
 ]

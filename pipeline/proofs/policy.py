@@ -104,7 +104,7 @@ class Prover(nn.Module):
         present = (ways > 0 if self.use_prior else legal).float()
 
         # What there is to go on with: every rule that applies, and in how many ways.
-        none = ways.new_zeros(len(ways), self.shape.num_kinds)
+        none = ways.new_zeros(ways.shape[0], self.shape.num_kinds)
         hidden = none.scatter_add(1, kind, ways) @ self.by_ways.weight
         hidden = hidden + none.scatter_add(1, kind, present) @ self.by_presence.weight
         hidden = hidden + self.predicate(x.query[:, 0]) + self.entities(self._context(x))

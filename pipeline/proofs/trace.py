@@ -1,10 +1,9 @@
-"""Questions in text, answers with their proofs: as indented text and as a picture (SVG)."""
+"""Questions in text, answers with their proofs."""
 
 from __future__ import annotations
 
 import copy
 import difflib
-import html
 import math
 from dataclasses import dataclass, replace
 
@@ -283,52 +282,3 @@ class _Node:
         self.rule = ""
         self.children: list[_Node] = []
         self.same_as: _Node | None = None
-
-
-# ------------------------------------------------------------------------------------------------
-# Pictures
-
-
-def proof_svg(proof: Proof) -> str:
-    """A graph picture: entities on a circle, the facts used as arrows, the answer dashed."""
-    facts = proof.facts()
-    names = list(dict.fromkeys(e for t in [proof.atom, *facts] for e in (t.head, t.tail)))
-    radius = 70 + 22 * len(names)
-    centre = radius + 90
-    at = {
-        name: (
-            centre + radius * math.cos(2 * math.pi * i / len(names) - math.pi / 2),
-            centre + radius * math.sin(2 * math.pi * i / len(names) - math.pi / 2),
-        )
-        for i, name in enumerate(names)
-    }
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {2 * centre} {2 * centre}" '
-        'font-family="sans-serif" font-size="14" text-anchor="middle">',
-        '<defs><marker id="tip" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="8" '
-        'markerHeight="8" orient="auto"><path d="M0 0L10 5L0 10z"/></marker></defs>',
-        f"<title>{html.escape(str(proof.atom))}</title>",
-    ]
-    for number, (atom, dashed) in enumerate([(proof.atom, True), *((f, False) for f in facts)]):
-        parts += _arrow(atom.predicate, at[atom.head], at[atom.tail], dashed, number)
-    for name, (x, y) in at.items():
-        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="24" fill="#eef" stroke="#335"/>')
-        parts.append(f'<text x="{x:.1f}" y="{y + 5:.1f}">{html.escape(name)}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def _arrow(
-    label: str, start: tuple[float, float], end: tuple[float, float], dashed: bool, number: int
-) -> list[str]:
-    (x0, y0), (x1, y1) = start, end
-    length = math.hypot(x1 - x0, y1 - y0) or 1.0
-    ux, uy = (x1 - x0) / length, (y1 - y0) / length
-    bend = 18 + 14 * (number % 3)
-    mx, my = (x0 + x1) / 2 - uy * bend, (y0 + y1) / 2 + ux * bend
-    style = ' stroke-dasharray="6 4" stroke="#b33"' if dashed else ' stroke="#333"'
-    return [
-        f'<path d="M{x0 + 24 * ux:.1f} {y0 + 24 * uy:.1f}Q{mx:.1f} {my:.1f} '
-        f'{x1 - 26 * ux:.1f} {y1 - 26 * uy:.1f}" fill="none" marker-end="url(#tip)"{style}/>',
-        f'<text x="{(x0 + x1) / 4 + mx / 2:.1f}" y="{(y0 + y1) / 4 + my / 2 - 4:.1f}">'
-        f"{html.escape(label)}</text>",
-    ]

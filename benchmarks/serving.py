@@ -197,8 +197,8 @@ def over_http(port: int, plans: list[list[bytes]], seconds: float, folder: Path)
     command = [sys.executable, str(script), "127.0.0.1", str(port), str(seconds), str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
-    if found["statuses"].keys() != {"200"}:
-        raise SystemExit(f"not all requests were answered with 200: {found['statuses']}")
+    if found["statuses"].keys() != {"200"} or found["closed"]:
+        raise SystemExit(f"not all requests were answered with 200: {found}")
     return found
 
 

@@ -23,18 +23,14 @@ class Connection:
     """One keep-alive connection and its talk."""
 
     def __init__(self, host: str, port: int, talk: Talk) -> None:
-        self.address, self.talk = (host, port), talk
-        self.request = next(talk)
-        self.got = b""
-        self.sent_at = 0.0
-        self.connect()
-
-    def connect(self) -> None:
-        self.socket = socket.create_connection(self.address)
+        self.talk, self.got, self.sent_at = talk, b"", 0.0
+        self.request = next(talk, None)
+        self.socket = socket.create_connection((host, port))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self) -> None:
         self.sent_at = time.perf_counter()
+        assert self.request is not None
         self.socket.sendall(self.request)
 
     def receive(self) -> bytes | None:
@@ -69,11 +65,11 @@ def load(
         rate: requests per second of all together at most; None: as fast as they are answered.
 
     Returns:
-        requests_per_s, p50_ms and p99_ms (without the first fifth, at most a second), and counts
-        by status.
+        requests_per_s, p50_ms and p99_ms (without the first fifth, at most a second), counts by
+        status, and how many connections the server closed: the talks of these are closed too.
     """
     selector = selectors.DefaultSelector()
-    open_ = [Connection(host, port, talk) for talk in talks]
+    open_ = [c for c in (Connection(host, port, talk) for talk in talks) if c.request is not None]
     for connection in open_:
         selector.register(connection.socket, selectors.EVENT_READ, connection)
     latencies: list[float] = []
@@ -81,14 +77,30 @@ def load(
     began = now = time.perf_counter()
     measured_from, until = began + min(1.0, seconds / 5), began + seconds
     ready = deque(open_)
-    sent = 0
+    sent = closed = 0
+
+    def end(connection: Connection) -> None:
+        connection.talk.close()
+        selector.unregister(connection.socket)
+        connection.socket.close()
+
     while now < until and (ready or selector.get_map()):
         while ready and (rate is None or sent < rate * (now - began)):
-            ready.popleft().send()
+            connection = ready.popleft()
+            try:
+                connection.send()
+            except OSError:
+                closed += 1
+                end(connection)
             sent += 1
         for key, _ in selector.select(0.001 if ready else 1.0):
             connection = key.data
-            response = connection.receive()
+            try:
+                response = connection.receive()
+            except OSError:
+                closed += 1
+                end(connection)
+                continue
             if response is None:
                 continue
             now = time.perf_counter()
@@ -98,11 +110,14 @@ def load(
             try:
                 connection.request = connection.talk.send(response)
             except StopIteration:
-                selector.unregister(connection.socket)
-                connection.socket.close()
+                end(connection)
                 continue
             if rate is None:
-                connection.send()
+                try:
+                    connection.send()
+                except OSError:
+                    closed += 1
+                    end(connection)
                 sent += 1
             else:
                 ready.append(connection)
@@ -113,8 +128,9 @@ def load(
     count = len(latencies)
     return {
         "requests_per_s": count / (now - measured_from),
-        "p50_ms": 1e3 * latencies[count // 2],
-        "p99_ms": 1e3 * latencies[int(count * 0.99)],
+        "p50_ms": 1e3 * latencies[count // 2] if count else None,
+        "p99_ms": 1e3 * latencies[int(count * 0.99)] if count else None,
+        "closed": closed,
         "statuses": {status.decode(): n for status, n in sorted(statuses.items())},
     }
 

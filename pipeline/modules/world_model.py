@@ -47,6 +47,11 @@ class EnsembleLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(members, 1, outputs).uniform_(-bound, bound))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.bias.shape[-1] == 1:
+            # With a second column: ONNX Runtime's product with a single one depends, in the last
+            # bit, on how many rows there are.
+            weight, bias = F.pad(self.weight, (0, 1)), F.pad(self.bias, (0, 1))
+            return torch.baddbmm(bias, x, weight)[..., :1]
         return torch.baddbmm(self.bias, x, self.weight)
 
 

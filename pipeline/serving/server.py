@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -66,7 +67,8 @@ def serve(
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             app.draining = True
-            self.force_exit = self.should_exit
+            if sig == signal.SIGINT and self.should_exit:
+                self.force_exit = True  # Ctrl-C twice: at once, without the sessions
             self.should_exit = True
 
         async def startup(self, sockets: Any = None) -> None:

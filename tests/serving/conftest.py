@@ -1,0 +1,110 @@
+"""Two real agents (untrained, exported), what they see in the town, and servers of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from served import Served
+
+from benchmarks.serving import another
+
+
+@pytest.fixture(scope="session")
+def shape():
+    from pipeline.modules.contracts import TownShape
+    from pipeline.town import Town, load_pack
+
+    return TownShape.of(Town(load_pack("l4_contention"), num_layouts=8))
+
+
+@pytest.fixture(scope="session")
+def mind(shape):
+    """A whole mind with random weights, and example inputs by name."""
+    import torch
+
+    from pipeline.modules.agent import AgentState, Mind
+    from pipeline.modules.contracts import RawObservation, observation_from
+    from pipeline.modules.perception import Perception
+    from pipeline.modules.policy import Policy
+    from pipeline.modules.social import Social
+    from pipeline.modules.world_model import WorldModel
+    from pipeline.serving.agent import STATE
+    from pipeline.town import Town, load_pack
+    from stages.agent import blank
+
+    torch.manual_seed(3)
+    torch.set_num_threads(1)
+    town = Town(load_pack("l4_contention"), num_layouts=8)
+    perception, targets = Perception(shape, 16, 8), torch.zeros(shape.num_goals, 8)
+    targets[torch.arange(8), torch.arange(8)] = 0.9
+    policy = Policy(shape, perception.belief_dim, 32, targets, 4, 0.2)
+    torch.nn.init.normal_(policy.future_weight[-1].weight, std=2.0)  # imagination matters
+    torch.nn.init.normal_(perception.location_table.weight, std=0.1)
+    social = Social(shape, 16)
+    mind = Mind(perception, WorldModel(shape, 8, 32, 2), social, policy, candidates=2, horizon=2)
+    mind.requires_grad_(False).eval()
+    state = blank(4, perception.recurrent_dim, shape.num_others, social.recurrent_dim)
+    obs = observation_from(town.observe(town.reset(1, 1)), 2)
+    names = [*RawObservation._fields, *(STATE + name for name in AgentState._fields)]
+    return mind, dict(zip(names, [*obs, *state], strict=True))
+
+
+@pytest.fixture(scope="session")
+def agent(mind, shape, tmp_path_factory) -> Path:
+    """The mind exported as the stage `agent` does it, with its card."""
+    from pipeline.export.frozen import tensor_schema
+    from pipeline.export.onnx import OPSET, export_mind
+    from pipeline.files import write_card
+    from pipeline.modules.contracts import SOCIAL_REASONS, UNCERTAINTY_REASONS
+    from stages.agent import OUTPUTS, limits
+
+    module, inputs = mind
+    path = tmp_path_factory.mktemp("agent") / "agent.onnx"
+    export_mind(module, inputs, OUTPUTS, path)
+    schema = {
+        "inputs": tensor_schema(list(inputs), list(inputs.values())),
+        "outputs": tensor_schema(OUTPUTS, module(*inputs.values())),
+    }
+    reasons = {"uncertainty": list(UNCERTAINTY_REASONS), "social": list(SOCIAL_REASONS)}
+    extra = {
+        "town": shape.to_dict(), "opset": OPSET, "limits": limits(shape), "reasons": reasons,
+    }  # fmt: skip
+    write_card(path, "agent", schema, {}, shape.pack_hash, extra)
+    return path
+
+
+@pytest.fixture(scope="session")
+def other(agent, tmp_path_factory) -> Path:
+    """Another agent: the same graph with other weights."""
+    return another(agent, tmp_path_factory.mktemp("other"))
+
+
+@pytest.fixture(scope="session")
+def seen() -> list[dict[str, np.ndarray]]:
+    """What 32 agents see in 40 ticks of town life, agent by agent, without a batch."""
+    import torch
+
+    from pipeline.modules.contracts import RawObservation
+    from pipeline.town import Town, load_pack
+
+    town = Town(load_pack("l4_contention"), num_layouts=8)
+    rng = torch.Generator().manual_seed(5)
+    world, ticks = town.reset(9, 8), []
+    for _ in range(40):
+        obs = town.observe(world)
+        ticks.append({n: obs[n].flatten(0, 1).numpy() for n in RawObservation._fields})
+        world = town.step_core(world, torch.randint(town.num_actions, (8, 4), generator=rng))
+    return [
+        {n: np.ascontiguousarray(x[slot]) for n, x in tick.items()}
+        for slot in range(32)
+        for tick in ticks
+    ]
+
+
+@pytest.fixture(scope="module")
+def server(agent):
+    """A server that a whole file of tests shares."""
+    with Served(agent, "--max-sessions", "300") as served:
+        yield served

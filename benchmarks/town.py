@@ -15,6 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import reduce
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +26,7 @@ from tensordict import TensorDict
 
 from pipeline.town import PackError, Town, load_pack
 from pipeline.town.counter import tick_hash
+from pipeline.town.town import compiled
 
 RESULTS = Path(__file__).parent / "results" / "town.json"
 STREAM_ACTIONS = 9000
@@ -32,18 +34,17 @@ STREAM_ACTIONS = 9000
 
 def make_step(town: Town) -> Callable[[TensorDict], tuple[TensorDict, TensorDict]]:
     """state -> (next state, observation), random legal actions by the counter hash."""
-    options = torch.arange(town.num_actions * town.num_agents, device=town.device)
-    streams = STREAM_ACTIONS + options.view(town.num_actions, town.num_agents, 1)
+    stream = STREAM_ACTIONS + torch.arange(town.num_agents, device=town.device)[:, None]
 
     def step(state: TensorDict) -> tuple[TensorDict, TensorDict]:
-        mask = town.action_mask(state).permute(2, 1, 0)
-        draw = tick_hash(state["key"], state["tick"].long(), streams)
-        best = torch.where(mask[0], draw[0], -1)
-        action = torch.zeros_like(best)
-        for number in range(1, town.num_actions):
-            value = torch.where(mask[number], draw[number], -1)
-            action = torch.where(value > best, number, action)
-            best = torch.maximum(value, best)
+        bits = town.legal_bits(state).t()
+        legal = [(bits >> number) & 1 for number in range(town.num_actions)]
+        draw = (tick_hash(state["key"], state["tick"], stream) >> 16) & 0xFFFF
+        left = (draw * reduce(torch.add, legal)) >> 16  # legal actions before the chosen one
+        action = torch.zeros_like(left)
+        for number, one in enumerate(legal):
+            action = torch.where((one > 0) & (left == 0), number, action)
+            left = left - one
         state = town.step_and_reset_core(state, action.t())
         return state, town.observe(state)
 
@@ -91,11 +92,11 @@ def check_twin(town: Town, worlds: int = 16, ticks: int = 300) -> None:
         assert gap <= 1e-5, (tick, "reward", gap)
 
 
-def measure(town: Town, worlds: int, seconds: float, compiled: bool) -> float:
+def measure(town: Town, worlds: int, seconds: float, fast: bool) -> float:
     step = make_step(town)
-    if compiled:
+    if fast:
         torch._dynamo.reset()
-        step = torch.compile(step, fullgraph=True)
+        step = compiled(step)
     holder = [town.reset(0, worlds)]
 
     def advance() -> None:
@@ -137,8 +138,8 @@ def main(arguments: list[str] | None = None) -> int:
     for count in threads:
         torch.set_num_threads(count)
         for worlds in sizes:
-            for kind, compiled in (("eager", False), ("compiled", True)):
-                note(kind, "cpu", count, worlds, measure(town, worlds, args.seconds, compiled))
+            for kind, fast in (("eager", False), ("compiled", True)):
+                note(kind, "cpu", count, worlds, measure(town, worlds, args.seconds, fast))
             if numba:
                 from benchmarks.town_numba import Twin
 
@@ -149,8 +150,8 @@ def main(arguments: list[str] | None = None) -> int:
     if torch.cuda.is_available():
         gpu = Town(pack, device="cuda")
         for worlds in sizes:
-            for kind, compiled in (("eager", False), ("compiled", True)):
-                note(kind, "cuda", 0, worlds, measure(gpu, worlds, args.seconds, compiled))
+            for kind, fast in (("eager", False), ("compiled", True)):
+                note(kind, "cuda", 0, worlds, measure(gpu, worlds, args.seconds, fast))
 
     def best(kind: str, **only: object) -> float:
         found = [r["agent_steps_per_s"] for r in rows if r["kind"] == kind

@@ -108,8 +108,8 @@ def tables(town: Town) -> dict[str, Any]:
         "initial": np.array([m.initial for m in pack.meters], np.float32),
         "cues": cues,
         "bounds": bounds,
-        "order": np.array(town._cues.by_priority, np.int64),
-        "place": town._place_table.numpy().reshape(town.num_layouts, -1),
+        "order": np.argsort(town._cues.rank),
+        "place": town._place_table.int().numpy().reshape(town.num_layouts, -1),
         "view": town._view_table.numpy().view(np.uint8),
         "sizes": np.array([town.width, town.height, town.lifespan, pack.vision, pack.cue_distance,
                            pack.cues_broadcast, town.num_layouts, pack.start_hour], np.int64),
@@ -125,6 +125,9 @@ def new_world_arrays(town: Town, worlds: int) -> dict[str, np.ndarray]:
     state |= {name: np.zeros(worlds, np.int64) for name in ("tick", "hour", "layout", "episode")}
     state |= {
         "key": np.zeros(worlds, np.uint64),
+        "wanted": np.zeros((worlds, n), np.int32),
+        "ticket": np.zeros((worlds, n), np.uint32),
+        "sums": np.zeros((worlds, k), np.float32),
         "meters": np.zeros((worlds, n, k), np.float32),
         "reward": np.zeros((worlds, n), np.float32),
         "streak": np.zeros((worlds, n, c), np.uint8),
@@ -156,14 +159,14 @@ class Twin:
         _advance(self.seed, False, *self._arguments)
 
 
-@nb.njit(parallel=True, cache=True)
+@nb.njit(parallel=True, cache=True, error_model="numpy")
 def _advance(
     seed, fresh, act, price, per_tick, completion, duration, open_bits, capacity, depletion, mods,
     mod_values, links, link_values, terminal, reward_meters, initial, cues, bounds, order,
     places, views, sizes,
     x, y, progress, last, place, used, action, bits, alive, blocked, done, tick, hour, layout,
-    episode, key, meters, reward, streak, hold, o_view, o_occupancy, o_self, o_cues, o_visible,
-    o_offset, o_action, o_comm, o_mask,
+    episode, key, wanted, ticket, sums, meters, reward, streak, hold, o_view, o_occupancy, o_self,
+    o_cues, o_visible, o_offset, o_action, o_comm, o_mask,
 ):  # fmt: skip
     worlds, n, k = meters.shape
     width, height, lifespan, vision = sizes[0], sizes[1], sizes[2], sizes[3]
@@ -172,15 +175,17 @@ def _advance(
     for w in nb.prange(worlds):
         over = fresh
         if not fresh:
-            wanted = np.empty(n, np.int64)
-            ticket = np.empty(n, np.uint64)
             for i in range(n):  # random legal action
-                best, chosen = -1, 5
+                options, chosen = 0, 5
+                for a in range(num_actions):
+                    options += o_mask[w, i, a]
+                draw = tick_hash(key[w], tick[w], STREAM_ACTIONS + i) >> u64(16)
+                left = (np.int64(draw) * options) >> 16  # legal actions before the chosen one
                 for a in range(num_actions):
                     if o_mask[w, i, a]:
-                        draw = np.int64(tick_hash(key[w], tick[w], STREAM_ACTIONS + a * n + i))
-                        if draw > best:
-                            best, chosen = draw, a
+                        if left == 0:
+                            chosen = a
+                        left -= 1
                 if alive[w, i]:
                     action[w, i] = chosen
                     ox, oy = x[w, i], y[w, i]
@@ -190,28 +195,28 @@ def _advance(
                         progress[w, i], last[w, i] = 0, -1
                     x[w, i], y[w, i] = nx, ny
                     place[w, i] = places[layout[w], ny * width + nx]
-                wanted[i] = -1
+                wanted[w, i] = -1
                 p = place[w, i]
                 if alive[w, i] and chosen == 4 and p >= 0 and (open_bits[p] >> hour[w]) & 1:
                     can = True
                     for j in range(k):
                         can = can and meters[w, i, j] >= price[p, j]
                     if can:
-                        wanted[i] = p
-                ticket[i] = tick_hash(key[w], tick[w], i)
+                        wanted[w, i] = p
+                ticket[w, i] = tick_hash(key[w], tick[w], i)
             everyone_done = True
             for i in range(n):
                 used[w, i], blocked[w, i] = -1, False
                 complete = False
-                if wanted[i] >= 0:
+                if wanted[w, i] >= 0:
                     ahead = 0
                     for j in range(n):
-                        ahead += wanted[j] == wanted[i] and ticket[j] < ticket[i]
-                    if ahead < capacity[wanted[i]]:
-                        used[w, i] = wanted[i]
-                        progress[w, i] = progress[w, i] + 1 if last[w, i] == wanted[i] else 1
-                        last[w, i] = wanted[i]
-                        complete = progress[w, i] == duration[wanted[i]]
+                        ahead += wanted[w, j] == wanted[w, i] and ticket[w, j] < ticket[w, i]
+                    if ahead < capacity[wanted[w, i]]:
+                        used[w, i] = wanted[w, i]
+                        progress[w, i] = progress[w, i] + 1 if last[w, i] == wanted[w, i] else 1
+                        last[w, i] = wanted[w, i]
+                        complete = progress[w, i] == duration[wanted[w, i]]
                         if complete:
                             progress[w, i], last[w, i] = 0, -1
                     else:
@@ -220,8 +225,7 @@ def _advance(
                     reward[w, i] = f32(0.0)
                     done[w, i] = True
                     continue
-                old = meters[w, i].copy()
-                new = old.copy()
+                old, new = meters[w, i], sums[w]
                 u = used[w, i]
                 for j in range(k):
                     value = old[j] + act[action[w, i], j]
@@ -299,6 +303,7 @@ def _advance(
                     found += 1
             bits[w, i] = shown
         angle = f32(hour[w]) * f32(2.0 * np.pi / 24.0)
+        sine, cosine = np.sin(angle), np.cos(angle)
         for i in range(n):  # observation
             row = layout[w] * width * height + y[w, i] * width + x[w, i]
             for q in range(side * side):
@@ -322,8 +327,8 @@ def _advance(
                 o_self[w, i, q] = meters[w, i, q]
             o_self[w, i, k] = f32(x[w, i]) * f32(1.0 / (width - 1))
             o_self[w, i, k + 1] = f32(y[w, i]) * f32(1.0 / (height - 1))
-            o_self[w, i, k + 2] = np.sin(angle)
-            o_self[w, i, k + 3] = np.cos(angle)
+            o_self[w, i, k + 2] = sine
+            o_self[w, i, k + 3] = cosine
             o_self[w, i, k + 4] = f32(progress[w, i]) * f32(0.1)
             o_self[w, i, k + 5] = f32(tick[w]) * f32(1.0 / lifespan)
             o_self[w, i, k + 6] = f32(blocked[w, i])

@@ -3,7 +3,7 @@
 The number drawn depends only on what it is drawn for (seed, world, episode, tick, stream), so a
 world's fate does not depend on its neighbours, on the batch size or on compilation. The mixer is
 the xor-shift-multiply bijection of C. Wellons ("Prospecting for Hash Functions", 2018) on 32 bits,
-computed in int64 so that no product overflows.
+held in int32 (wrapping), because that is what vector units multiply fast.
 """
 
 from __future__ import annotations
@@ -13,36 +13,52 @@ from torch import Tensor
 
 _MASK = 0xFFFFFFFF
 _GOLDEN = 0x1E3779B9
+_TOP = 1 << 31
+
+
+def _shift(x: Tensor, count: int) -> Tensor:
+    """Logical right shift of int32."""
+    return (x >> count) & (_MASK >> count)
 
 
 def mix(x: Tensor) -> Tensor:
-    """A bijection of [0, 2**32) in int64; every output bit depends on every input bit."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
-    x = ((x ^ (x >> 15)) * 0x31848BAB) & _MASK
-    return x ^ (x >> 16)
+    """A bijection of int32; every output bit depends on every input bit."""
+    x = (x ^ _shift(x, 16)) * 0x7FEB352D
+    x = (x ^ _shift(x, 15)) * 0x31848BAB
+    return x ^ _shift(x, 16)
 
 
 def episode_key(seed: Tensor, world: Tensor, episode: Tensor) -> Tensor:
-    """int64 in [0, 2**32): the part of the hash that stays fixed through one life of one world."""
-    key = mix((seed & _MASK) ^ 0x5851F42D)
-    key = mix(key ^ ((seed >> 32) & _MASK))
-    key = mix(key ^ (world & _MASK))
-    return mix(key ^ (episode & _MASK))
+    """int32: the part of the hash that stays fixed through one life of one world.
+
+    seed, world, episode: int64; all 64 bits of the seed and the lower 32 of the others count.
+    """
+    key = mix(seed.to(torch.int32) ^ 0x5851F42D)
+    key = mix(key ^ (seed >> 32).to(torch.int32))
+    key = mix(key ^ world.to(torch.int32))
+    return mix(key ^ episode.to(torch.int32))
 
 
 def tick_hash(key: Tensor, tick: Tensor, stream: Tensor | int) -> Tensor:
-    """int64 in [0, 2**32). For one key and tick, different streams never collide (bijection)."""
-    return mix((mix(key ^ (tick & _MASK)) + stream * _GOLDEN) & _MASK)
+    """32 random bits as int32. For one key and tick, different streams never collide (bijection).
+
+    key: of `episode_key`; tick, stream: any integer type.
+    """
+    if isinstance(stream, int):
+        offset: Tensor | int = (stream * _GOLDEN + _TOP) % (1 << 32) - _TOP  # as int32 wraps
+    else:
+        offset = stream.to(torch.int32) * _GOLDEN
+    return mix(mix(key ^ tick.to(torch.int32)) + offset)
 
 
 def to_unit(bits: Tensor) -> Tensor:
-    """float32 in [0, 1) from int64 in [0, 2**32), using the upper 24 bits."""
-    return (bits >> 8).to(torch.float32) * (1.0 / (1 << 24))
+    """float32 in [0, 1) from 32 random bits, using the upper 24."""
+    return _shift(bits, 8).to(torch.float32) * (1.0 / (1 << 24))
 
 
 def below(bits: Tensor, count: int) -> Tensor:
-    """int64 in [0, count) from int64 in [0, 2**32): a multiplication instead of a division."""
-    return (bits * count) >> 32
+    """int64 in [0, count) from 32 random bits: a multiplication instead of a division."""
+    return ((bits.long() & _MASK) * count) >> 32
 
 
 def counter_uniform(

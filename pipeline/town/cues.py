@@ -21,22 +21,24 @@ class CueRules:
         self.meters = {name: i for i, name in enumerate(pack.meter_names)}
         self.affordances = {name: i for i, name in enumerate(pack.affordance_names)}
         self.actions = {name: i for i, name in enumerate(pack.action_names)}
-        self.by_priority = sorted(range(len(pack.cues)), key=lambda i: (-pack.cues[i].priority, i))
+        # Raised cues are collected with the most important in the lowest bit; what is shown is
+        # moved to the cues' own bits, those that move equally far together: (shift, which).
+        order = sorted(range(len(pack.cues)), key=lambda i: (-pack.cues[i].priority, i))
+        self.rank = [order.index(number) for number in range(len(pack.cues))]
+        self.moves: dict[int, int] = {}
+        for number, rank in enumerate(self.rank):
+            self.moves[number - rank] = self.moves.get(number - rank, 0) | 1 << rank
         self.streaks = [i for i, cue in enumerate(pack.cues) if cue.streak > 1]
         self.decays = [i for i, cue in enumerate(pack.cues) if cue.decay]
-
-    def initial(self, agents: int, worlds: int, device: torch.device) -> dict[str, Tensor]:
-        """Counters at the start of a life: uint8 [cues with a counter, N, B]."""
-
-        def blank(rows: int) -> Tensor:
-            return torch.zeros((rows, agents, worlds), dtype=torch.uint8, device=device)
-
-        found = {}
-        if self.streaks:
-            found["cue_streak"] = blank(len(self.streaks))
-        if self.decays:
-            found["cue_hold"] = blank(len(self.decays))
-        return found
+        # State fields, int32 [rows, N, B], and their numbers of rows.
+        self.counters = {"cue_streak": len(self.streaks), "cue_hold": len(self.decays)}
+        self.counters = {name: rows for name, rows in self.counters.items() if rows}
+        self.readable: dict[tuple[int, bool], int] = {}  # (distance limit, kin only): the cues
+        for number, cue in enumerate(pack.cues):
+            if cue.visibility != "private":
+                limit = pack.cue_distance if cue.distance_limit is None else cue.distance_limit
+                who = (limit, cue.visibility == "family")
+                self.readable[who] = self.readable.get(who, 0) | 1 << number
 
     def update(
         self, s: dict[str, Tensor], meters: list[Tensor]
@@ -53,31 +55,31 @@ class CueRules:
         n = s["used"].shape[0]
         agent = torch.arange(n, device=s["used"].device)[:, None]
         streaks, holds = [], []
-        shows: dict[int, Tensor] = {}
+        waiting = torch.zeros_like(s["used"])
         for number, cue in enumerate(self.pack.cues):
             raised = self._tests(cue, s, meters)
             if cue.streak > 1:
                 count = s["cue_streak"][self.streaks.index(number)]
-                count = torch.where(raised, (count + 1).clamp(max=cue.streak), 0).to(torch.uint8)
+                count = torch.where(raised, (count + 1).clamp(max=cue.streak), 0)
                 streaks.append(count)
                 raised = count >= cue.streak
             if cue.decay:
                 left = s["cue_hold"][self.decays.index(number)]
-                held = left > 0
-                left = torch.where(held, left - 1, left)
-                holds.append(torch.where(raised, cue.decay, left).to(torch.uint8))
-                raised = raised | held
+                holds.append(torch.where(raised, cue.decay, (left - 1).clamp(min=0)))
+                raised = raised | (left > 0)
             if cue.reliability < 1.0 or cue.false_positive > 0.0:
                 stream = STREAM + number * n + agent
-                draw = to_unit(tick_hash(s["key"], s["tick"].long(), stream))
+                draw = to_unit(tick_hash(s["key"], s["tick"], stream))
                 raised = torch.where(raised, draw < cue.reliability, draw < cue.false_positive)
-            shows[number] = raised
-        bits = torch.zeros_like(s["used"])
-        count = torch.zeros_like(bits)
-        for number in self.by_priority:
-            shown = shows[number] & (count < self.pack.cues_broadcast)
-            count = count + shown.int()
-            bits = bits | (shown.int() << number)
+            waiting = torch.add(waiting, raised, alpha=1 << self.rank[number])
+        rest = waiting
+        for _ in range(self.pack.cues_broadcast):
+            rest = rest & (rest - 1)  # without its lowest bit
+        shown = waiting ^ rest
+        bits = torch.zeros_like(shown)
+        for shift, which in self.moves.items():
+            some = shown & which
+            bits = bits | (some << shift if shift >= 0 else some >> -shift)
         timers = {}
         if streaks:
             timers["cue_streak"] = torch.stack(streaks)
@@ -88,14 +90,9 @@ class CueRules:
     def allowed(self, apart: Tensor, kin: Tensor) -> Tensor:
         """Bits an observer may read: by Chebyshev distance and kinship; int32 [N, B]."""
         bits = torch.zeros_like(apart)
-        for number, cue in enumerate(self.pack.cues):
-            if cue.visibility == "private":
-                continue
-            near = apart <= (
-                self.pack.cue_distance if cue.distance_limit is None else cue.distance_limit
-            )
-            near = near & kin if cue.visibility == "family" else near
-            bits = bits | (near.int() << number)
+        for (limit, family), some in self.readable.items():
+            near = apart <= limit
+            bits = torch.where(near & kin if family else near, bits | some, bits)
         return bits
 
     def _tests(self, cue: Cue, s: dict[str, Tensor], meters: list[Tensor]) -> Tensor:

@@ -93,8 +93,8 @@ def open_bits(affordance: Affordance) -> int:
 def draw_layouts(pack: Pack, num_layouts: int, layout_seed: int) -> Tensor:
     """Distinct random cells for the affordances of each layout: int64 [num_layouts, F]."""
     cells = pack.width * pack.height
-    layout = torch.arange(num_layouts)[:, None]
-    key = mix(mix(torch.tensor(layout_seed & 0xFFFFFFFF) ^ 0x1A107) ^ layout)
+    layout = torch.arange(num_layouts, dtype=torch.int32)[:, None]
+    key = mix(mix(torch.tensor(layout_seed).to(torch.int32) ^ 0x1A107) ^ layout)
     draw = to_unit(tick_hash(key, torch.zeros_like(key), torch.arange(cells)))
     return draw.argsort(dim=1, stable=True)[:, : len(pack.affordances)].contiguous()
 

@@ -9,7 +9,9 @@ compile with `fullgraph=True`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import reduce
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -37,6 +39,37 @@ def compare(value: Tensor, op: str, bound: float) -> Tensor:
 
 def clamp01(value: Tensor) -> Tensor:
     return value.clamp(0.0, 1.0)
+
+
+def next_hour(hour: Tensor) -> Tensor:
+    return torch.where(hour == 23, 0, hour + 1)
+
+
+def together(parts: list[Tensor]) -> Tensor:
+    """Tensors of one shape and type side by side in one piece of memory: [len(parts), ...].
+
+    A compiled loop over all agents ends where something is written to memory, and what is not
+    written is computed anew by every later loop that needs it. This writes: integers and floats,
+    never bools, whose loads do not vectorise.
+    """
+    return torch.cat(parts).view(len(parts), *parts[0].shape)
+
+
+def compiled(function: Callable) -> Callable:
+    """`torch.compile` with what suits functions of a town's state and nothing else.
+
+    The constants of a town never change, so only the tensors are guarded; that the tables' indices
+    are within bounds is known; loops over all agents may be long.
+    """
+    options: dict[str, Any] = {
+        "guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe,
+        "assert_indirect_indexing": False,
+        "size_asserts": False,
+        "max_fusion_size": 256,
+        "cpp.max_horizontal_fusion_size": 64,
+        "cpp_wrapper": True,
+    }
+    return torch.compile(function, fullgraph=True, options=options)
 
 
 class Town:
@@ -81,14 +114,28 @@ class Town:
         self.affordance_cells = layouts.to(self.device)
         self.num_layouts = len(layouts)
         code, distance = tables.nearest_usable(pack, self.affordance_cells)
-        self._place_table, self._distance_table = code.flatten(), distance.flatten()
+        small = torch.int8 if self.num_affordances < 128 else torch.int16  # to stay in the cache
+        self._place_table, self._distance_table = code.flatten().to(small), distance.flatten()
         self._has_distance = any(a.distance_limit for a in pack.affordances)
         self._teleport_table = tables.teleport_targets(pack, self.affordance_cells).flatten()
         self._has_teleport = any(a.on_completion for a in pack.affordances)
         self._view_table = tables.view_rows(pack, self.affordance_cells)
+        # Constants of the observation: who is in each slot [M, N], kin there [M, N, 1], and the
+        # numbers of the cues, actions and cells in view, as columns.
+        agent = torch.arange(self.num_agents, device=self.device)
+        slot = agent[:-1, None]
+        self._others = slot + (slot >= agent)
+        kin_size = pack.families.size if pack.families else 1
+        self._kin = (self._others // kin_size == agent // kin_size)[..., None]
+        self._each_cue = torch.arange(self.num_cues, device=self.device).int()[:, None, None, None]
+        self._each_action = torch.arange(self.num_actions, device=self.device).int()[:, None, None]
+        spots = torch.arange((2 * pack.vision + 1) ** 2, device=self.device)
+        self._each_spot = spots.int()[:, None, None]
         self._build_columns()
         self._cues = CueRules(pack, self.device)
         self._meter_index = {name: i for i, name in enumerate(pack.meter_names)}
+        initial = torch.tensor([m.initial for m in pack.meters], dtype=torch.float32)
+        self._initial = initial.to(self.device)[:, None, None]
         self._cases: int | None = None
 
     # ------------------------------------------------------------------ constants
@@ -116,6 +163,7 @@ class Town:
         self._price = amounts(
             lambda a, m: (a.price_per_tick if pack.temporal else a.price).get(m, 0.0)
         )
+        self._taken = self._action_columns()
         self._per_tick = amounts(
             lambda a, m: a.effects_per_tick.get(m, 0.0) * (scale or a.duration) * a.quality
         )
@@ -138,6 +186,18 @@ class Town:
         )
         self._depletion = (depletion * multiplier).tolist()  # exact float32 values
         self._strength = [[c.strength for c in phase.cascades] for phase in phases]
+
+    def _action_columns(self) -> list[Column | None]:
+        """What each action itself does to each meter, by the action's number; -1: nothing."""
+        rows = [dict(action.effects) for action in self.pack.actions]
+        moving = {name: -price for name, price in self.pack.move_price.items()}
+        using = {name: -price for name, price in self.pack.interact_price.items()}
+        rows = [moving] * 4 + [using, {}] + rows + [{}] * (self.num_actions - 6 - len(rows))
+        columns = [
+            Column([[row.get(name, 0.0) for row in rows]], 0.0, torch.float32, str(self.device))
+            for name in self.meter_names
+        ]
+        return [None if column.is_default else column for column in columns]
 
     def _phase(self, tick: Tensor) -> Tensor:
         """Index of the schedule's phase: int32 [B]."""
@@ -177,56 +237,88 @@ class Town:
         Returns the state, a TensorDict of batch [num_worlds]; see `_fresh` for the fields.
         """
         world = torch.arange(first_world, first_world + num_worlds, device=self.device)
-        full = torch.full_like(world, seed)
-        fields = self._with_cues(self._fresh(full, world, torch.zeros_like(world)))
-        if self._cases is not None:
-            fields["next_case"] = torch.full_like(world, num_worlds)
-            fields["over"] = world >= self._cases
-        return self._pack_state(fields)
-
-    def _fresh(self, seed: Tensor, world: Tensor, episode: Tensor) -> dict[str, Tensor]:
-        """Every field of the state at the first tick of a life, agent-major."""
-        n, b = self.num_agents, world.shape[0]
-        key = episode_key(seed, world, episode)
         zero = torch.zeros_like(world)
+        fresh = self._fresh(torch.full_like(world, seed), world, zero, zero == 0)
+        blank = self._blank(num_worlds)
+        return self._pack_state(self._with_cues({n: v + fresh[n] for n, v in blank.items()}))
+
+    def _fresh(
+        self, seed: Tensor, world: Tensor, episode: Tensor, which: Tensor
+    ) -> dict[str, Tensor | float | int | bool]:
+        """Every field of the state at the first tick of a life, agent-major or one for all.
+
+        Only the worlds of `which`, bool [B], are right: the others do not look up their place.
+        """
+        key = episode_key(seed, world, episode)
+        zero = torch.zeros_like(key)
         layout = below(tick_hash(key, zero, STREAM_LAYOUT), self.num_layouts)
-        agent = torch.arange(n, device=world.device)[:, None]
-        cell = below(tick_hash(key, zero, STREAM_START + agent), self.width * self.height)
-        meters = [
-            torch.full((n, b), m.initial, dtype=torch.float32, device=world.device)
-            for m in self.pack.meters
-        ]
-        integer = torch.zeros((n, b), dtype=torch.int32, device=world.device)
-        false = torch.zeros((n, b), dtype=torch.bool, device=world.device)
-        none = integer - 1
-        place = self._place_table[layout * (self.width * self.height) + cell]
-        fields = {
-            "meters": torch.stack(meters),
-            "position": torch.stack([cell % self.width, cell // self.width]).int(),
-            "alive": ~false,
-            "tick": zero.int(),
-            "hour": zero.int() + self.pack.start_hour,
+        agent = torch.arange(self.num_agents, device=world.device)[:, None]
+        cell = below(tick_hash(key, zero, STREAM_START + agent), self.width * self.height).int()
+        fields: dict[str, Tensor | float | int | bool] = {
+            "meters": self._initial,
+            "position": together([*self._across(cell)]),
+            "alive": True,
+            "tick": 0,
+            "hour": self.pack.start_hour,
             "layout": layout,
             "seed": seed,
             "world": world,
             "episode": episode,
             "key": key,
-            "reward": torch.zeros((n, b), dtype=torch.float32, device=world.device),
-            "died": false,
-            "retired": false,
-            "done": false,
-            "over": zero.bool(),
-            "episode_over": zero.bool(),
-            "last_action": torch.full_like(integer, WAIT).long(),
-            "progress": integer,
-            "last_affordance": none,
-            "place": place,
-            "used": none,
-            "blocked": false,
+            "reward": 0.0,
+            "died": False,
+            "retired": False,
+            "done": False,
+            "over": False,
+            "episode_over": False,
+            "last_action": WAIT,
+            "progress": 0,
+            "last_affordance": -1,
+            "place": self._place(torch.where(which, self._cell(layout, cell), 0)),
+            "used": -1,
+            "blocked": False,
+            "cue_bits": 0,
         }
         if self.pack.families:
-            fields["comm"] = integer
-        return fields | {"cue_bits": integer} | self._cues.initial(n, b, world.device)
+            fields["comm"] = 0
+        return fields | dict.fromkeys(self._cues.counters, 0)
+
+    def _blank(self, num_worlds: int) -> dict[str, Tensor]:
+        """Zeros of the shape and type of every field, agent-major."""
+        n, b, long = self.num_agents, num_worlds, torch.int64
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "meters": ((self.num_meters, n, b), torch.float32),
+            "position": ((2, n, b), torch.int32),
+            "reward": ((n, b), torch.float32),
+            "last_action": ((n, b), long),
+        }
+        shapes |= dict.fromkeys(("tick", "hour", "key"), ((b,), torch.int32))
+        shapes |= dict.fromkeys(("layout", "seed", "world", "episode"), ((b,), long))
+        shapes |= dict.fromkeys(("over", "episode_over"), ((b,), torch.bool))
+        shapes |= dict.fromkeys(
+            ("alive", "died", "retired", "done", "blocked"), ((n, b), torch.bool)
+        )
+        integers = ["progress", "last_affordance", "place", "used", "cue_bits"]
+        integers += ["comm"] if self.pack.families else []
+        shapes |= dict.fromkeys(integers, ((n, b), torch.int32))
+        shapes |= {name: ((rows, n, b), torch.int32) for name, rows in self._cues.counters.items()}
+        return {
+            name: torch.zeros(shape, dtype=dtype, device=self.device)
+            for name, (shape, dtype) in shapes.items()
+        }
+
+    def _across(self, cell: Tensor) -> tuple[Tensor, Tensor]:
+        """x, y of an int32 cell; a product in float32 (exact here), as no vector unit divides."""
+        y = ((cell.float() + 0.5) * (1.0 / self.width)).int()
+        return cell - y * self.width, y
+
+    def _place(self, cell: Tensor) -> Tensor:
+        """What can be used from a row of the tables: int32, -1 for nothing."""
+        return self._place_table[cell].int()
+
+    def _cell(self, layout: Tensor, cell: Tensor) -> Tensor:
+        """Row of the tables by layout and cell: int32."""
+        return layout.int() * (self.width * self.height) + cell
 
     def _with_cues(
         self, fields: dict[str, Tensor], live: Tensor | None = None
@@ -251,9 +343,9 @@ class Town:
             old = fields[name]
             value = value.to(old.device, old.dtype).expand(*reversed(old.shape))
             fields[name] = value.permute(*reversed(range(value.ndim)))
-        x, y = fields["position"].long().unbind(0)
-        cell = fields["layout"] * (self.width * self.height) + y * self.width + x
-        fields["place"] = self._place_table[cell]
+        x, y = fields["position"]
+        cell = self._cell(fields["layout"], y * self.width + x)
+        fields["place"] = self._place(cell)
         bits, _ = self._cues.update(fields, list(fields["meters"].unbind(0)))
         return self._pack_state(fields | {"cue_bits": bits})
 
@@ -278,7 +370,7 @@ class Town:
                 goes nowhere, INTERACT away from an affordance only costs.
         """
         fields = self._unpack_state(state)
-        now = self._tick(fields, actions.t(), gated=True)
+        now = self._tick(fields, actions, gated=True)
         return self._pack_state(self._with_cues(now, live=~fields["over"]))
 
     def step_and_reset_core(self, state: TensorDict, actions: Tensor) -> TensorDict:
@@ -288,75 +380,59 @@ class Town:
         other fields are those of the new life (episode + 1, a newly drawn layout), or of the next
         case after `eval`.
         """
-        now = self._tick(self._unpack_state(state), actions.t(), gated=True)
-        begins, world, episode = now["over"], now["world"], now["episode"] + 1
-        kept = ["reward", "done", "died", "retired", "episode_over"]
-        if self._cases is not None:
-            turn = now["episode_over"].long().cumsum(0)
-            world, episode = now["next_case"] + turn - 1, torch.zeros_like(episode)
-            begins = now["episode_over"] & (world < self._cases)
-            now["next_case"] = now["next_case"] + turn[-1]
-            kept.append("next_case")
-        fresh = self._fresh(now["seed"], world, episode)
-        merged = {
-            name: value if name in kept else torch.where(begins, fresh[name], value)
-            for name, value in now.items()
-        }
-        return self._pack_state(self._with_cues(merged))
+        now = self._tick(self._unpack_state(state), actions, gated=True)
+        told = ("reward", "done", "died", "retired", "episode_over")
+        return self._pack_state(self._with_cues(self._renewed(now, now["over"], told)))
 
     def renew(self, state: TensorDict, which: Tensor) -> TensorDict:
         """The state with the next life begun in the worlds of the mask `which`, bool [B]."""
         fields = self._unpack_state(state)
-        fresh = self._with_cues(self._fresh(fields["seed"], fields["world"], fields["episode"] + 1))
+        begun = self._with_cues(self._renewed(fields, which))
         return self._pack_state(
-            {name: torch.where(which, fresh[name], value) for name, value in fields.items()}
+            {name: torch.where(which, begun[name], value) for name, value in fields.items()}
         )
+
+    def _renewed(
+        self, fields: dict[str, Tensor], which: Tensor, kept: tuple[str, ...] = ()
+    ) -> dict[str, Tensor]:
+        """The fields with the next life begun where `which`, except those `kept`; no cues yet."""
+        fresh = self._fresh(fields["seed"], fields["world"], fields["episode"] + 1, which)
+        same = (*kept, "seed", "world")
+        return {
+            name: value if name in same else torch.where(which, fresh[name], value)
+            for name, value in fields.items()
+        }
 
     def step_reference(self, state: TensorDict, actions: Tensor) -> TensorDict:
         """One tick as the reference environment takes it: nobody is gated by death or age."""
         fields = self._unpack_state(state)
-        return self._pack_state(self._with_cues(self._tick(fields, actions.t(), gated=False)))
+        return self._pack_state(self._with_cues(self._tick(fields, actions, gated=False)))
 
     def _tick(self, s: dict[str, Tensor], actions: Tensor, gated: bool) -> dict[str, Tensor]:
         pack = self.pack
-        live = ~s["over"] if gated else torch.ones_like(s["over"])
-        act = (s["alive"] & live) if gated else torch.ones_like(s["alive"])
-        action = torch.where(act, actions, WAIT).to(torch.int32)
         phase = self._phase(s["tick"])
-        meters = list(s["meters"].unbind(0))
+        meters = list(s["meters"])
         hamlet = pack.mode == "hamlet"
+        action = torch.stack(actions.int().unbind(1))  # [N, B] in memory, too
+        if gated:
+            action = torch.where(s["alive"] & ~s["over"], action, -1)  # -1: does not take part
 
         # Moving: a held user stays where it is while it can go on.
-        x, y = s["position"].unbind(0)
-        to_x = x + (action == RIGHT).int() - (action == LEFT).int()
-        to_y = y + (action == DOWN).int() - (action == UP).int()
-        to_x, to_y = to_x.clamp(0, self.width - 1), to_y.clamp(0, self.height - 1)
+        x, y = s["position"]
+        to_x = (x + (action == RIGHT).int() - (action == LEFT).int()).clamp(0, self.width - 1)
+        to_y = (y + (action == DOWN).int() - (action == UP).int()).clamp(0, self.height - 1)
         if self._has_held:
             held = self._is_held(s, meters, phase)
             to_x, to_y = torch.where(held, x, to_x), torch.where(held, y, to_y)
-        moved = (to_x != x) | (to_y != y)
-        base = s["layout"] * (self.width * self.height)
-        cell = base + to_y * self.width + to_x
-        place = self._place_table[cell]
+        cell = self._cell(s["layout"], to_y * self.width + to_x)
+        place = self._place(cell)
 
-        progress, last = s["progress"], s["last_affordance"]
         # In hamlet mode every effect is applied and clamped in turn, in atomic mode all are added
         # to the meters at the start of the tick and clamped once.
-        deltas: list[list[Tensor]] = [[] for _ in meters]
-        for index, amount, taken in self._action_amounts(action):
-            if hamlet:
-                meters[index] = torch.where(taken, clamp01(meters[index] + amount), meters[index])
-            else:
-                deltas[index].append(torch.where(taken, amount, 0.0))
-        if self._has_refund:
-            for index, column in enumerate(self._refund):
+        if hamlet:
+            for index, column in enumerate(self._taken):
                 if column is not None:
-                    deltas[index].append(
-                        torch.where(moved & (progress > 0), column(last, phase) * progress, 0.0)
-                    )
-        if pack.temporal:
-            progress = torch.where(moved, 0, progress)
-            last = torch.where(moved, -1, last)
+                    meters[index] = clamp01(meters[index] + column(action, phase))
 
         # Interacting: legal and affordable, then the conflict over capacity.
         wants = (action == INTERACT) & (place >= 0)
@@ -368,17 +444,35 @@ class Town:
         for number, affordance in enumerate(pack.affordances):
             for test in affordance.preconditions:
                 wants = wants & ((place != number) | self._holds(test, meters))
-        accepted = self._resolve(s, wants, place, cell, phase) if self._contended else wants
+        wanted = torch.where(wants, place, -1)
+        agent = torch.arange(self.num_agents, device=x.device)[:, None]
+        ticket = tick_hash(s["key"], s["tick"], agent) ^ -(1 << 31)  # compares as unsigned
+        away = self._distance_table[cell] if self._has_distance else torch.zeros_like(place)
+        action, to_x, to_y, place, wanted, ticket, away = together(
+            [action, to_x, to_y, place, wanted, ticket, away]
+        )
+        accepted = self._resolve(wanted, ticket, away, phase)
 
+        deltas = [[column(action, phase)] if column else [] for column in self._taken]
+        progress, last = s["progress"], s["last_affordance"]
+        moved = (to_x != x) | (to_y != y)
+        if self._has_refund:
+            for index, column in enumerate(self._refund):
+                if column is not None:
+                    back = column(last, phase) * progress
+                    deltas[index].append(torch.where(moved & (progress > 0), back, 0.0))
         if pack.temporal:
-            progress = torch.where(accepted, torch.where(last == place, progress + 1, 1), progress)
-            complete = accepted & (progress == self._duration(place, phase))
+            before = torch.where(moved | (last != place), 0, progress)
+            complete = accepted & (before + 1 == self._duration(place, phase))
+            progress = torch.where(accepted, before + 1, torch.where(moved, 0, progress))
             progress = torch.where(complete, 0, progress)
-            last = torch.where(complete, -1, torch.where(accepted, place, last))
+            ended = complete | (moved & ~accepted)
+            last = torch.where(ended, -1, torch.where(accepted, place, last))
         else:
             complete = accepted
-        code = torch.where(accepted, place, -1)
-        finished = torch.where(complete, place, -1)
+        code, finished, progress, last = together(
+            [torch.where(accepted, place, -1), torch.where(complete, place, -1), progress, last]
+        )
         if hamlet:
             meters = self._use_in_order(meters, code, finished, phase)
             meters = self._metabolise_in_order(meters, phase)
@@ -391,69 +485,73 @@ class Town:
             ]
         if self._has_teleport:
             target = self._teleport_table[s["layout"] * self.num_affordances + place.clamp(min=0)]
-            jumps = complete & (target >= 0)
-            to_x = torch.where(jumps, target % self.width, to_x)
-            to_y = torch.where(jumps, target // self.width, to_y)
-            place = torch.where(jumps, self._place_table[base + target.clamp(min=0)], place)
+            jumps = (finished >= 0) & (target >= 0)
+            there_x, there_y = self._across(target)
+            to_x, to_y = torch.where(jumps, there_x, to_x), torch.where(jumps, there_y, to_y)
+            there = self._place(self._cell(s["layout"], target.clamp(min=0)))
+            place = torch.where(jumps, there, place)
 
         # Dying, ageing, retiring, reward.
-        meters = [torch.where(act, new, old) for new, old in zip(meters, s["meters"].unbind(0))]
+        if gated:
+            act = action >= 0
+            meters = [torch.where(act, new, old) for new, old in zip(meters, s["meters"])]
+        new_meters = together(meters)
+        meters = list(new_meters)
         ends = [compare(meters[self._meter_index[c.meter]], c.op, c.value) for c in pack.terminal]
         terminal = reduce(torch.logical_or, ends)
-        tick = s["tick"] + live.int()
-        old_age = tick >= pack.lifespan
-        died = act & terminal if gated else terminal
-        alive = s["alive"] & ~died
-        finished_before = ~s["alive"] if gated else s["done"]
-        retired = act & alive & old_age
-        done = finished_before | died
         reward = torch.full_like(meters[0], pack.reward.base)
         for name in pack.reward.meters:
             reward = reward * meters[self._meter_index[name]]
-        reward = torch.where(done, 0.0, reward)
         if gated:
+            tick = torch.where(s["over"], s["tick"], s["tick"] + 1)
+            old_age = tick >= pack.lifespan
+            died = act & terminal
+            retired = act & ~terminal & old_age
+            reward = torch.where(act & ~terminal, reward, 0.0)
             reward = torch.where(retired, reward + pack.reward.retirement_bonus, reward)
-            reward = torch.where(act, reward, 0.0)
-            done = torch.where(live, done | retired, s["done"])
+            ended, alive = together([(~act | terminal | old_age).int(), (s["alive"] & ~died).int()])
+            everyone = reduce(torch.minimum, ended)
+            hour = torch.where(s["over"], s["hour"], next_hour(s["hour"]))
+            tick, hour, over = together([tick, hour, s["over"].int() | everyone])
+            ended, alive, over = ended > 0, alive > 0, over > 0
+            episode_over = over & ~s["over"]
+            last_action = torch.where(act, action.long(), s["last_action"])
         else:
+            tick = s["tick"] + 1
+            old_age = tick >= pack.lifespan
+            died, alive = terminal, s["alive"] & ~terminal
+            retired = alive & old_age
+            ended = s["done"] | terminal
+            reward = torch.where(ended, 0.0, reward)
             reward = torch.where(old_age, reward + pack.reward.retirement_bonus, reward)
-            done = done | old_age
-        episode_over = live & done.all(0)
+            ended = ended | old_age
+            episode_over, over = ended.all(0), s["over"]
+            hour, last_action = next_hour(s["hour"]), action.long()
 
         out = dict(s)
         out |= {
-            "meters": torch.stack(meters),
-            "position": torch.stack([to_x, to_y]),
+            "meters": new_meters,
+            "position": together([to_x, to_y]),
             "alive": alive,
             "tick": tick,
-            "hour": torch.where(live, (s["hour"] + 1) % 24, s["hour"]),
+            "hour": hour,
             "reward": reward,
             "died": died,
             "retired": retired,
-            "done": done,
-            "over": (s["over"] | episode_over) if gated else s["over"],
+            "done": ended,
+            "over": over,
             "episode_over": episode_over,
-            "last_action": torch.where(act, actions, s["last_action"]),
+            "last_action": last_action,
             "progress": progress,
             "last_affordance": last,
             "place": place,
             "used": code,
-            "blocked": wants & ~accepted,
+            "blocked": wanted != code,
         }
         if pack.families:
             first = len(BASE_ACTIONS) + len(pack.actions)
             out["comm"] = torch.where(action >= first, action - first, s["comm"])
         return out
-
-    def _action_amounts(self, action: Tensor) -> list[tuple[int, float, Tensor]]:
-        """(meter index, amount, who) in the order they apply: custom, moving, interacting."""
-        pack, amounts = self.pack, []
-        for number, custom in enumerate(pack.actions, start=len(BASE_ACTIONS)):
-            for name, amount in custom.effects.items():
-                amounts.append((name, amount, action == number))
-        amounts += [(name, -price, action <= RIGHT) for name, price in pack.move_price.items()]
-        amounts += [(name, -v, action == INTERACT) for name, v in pack.interact_price.items()]
-        return [(self._meter_index[name], amount, who) for name, amount, who in amounts]
 
     def _holds(self, test: Condition, meters: list[Tensor]) -> Tensor:
         return compare(meters[self._meter_index[test.meter]], test.op, test.value)
@@ -471,26 +569,27 @@ class Town:
                 held = held & (meters[index] >= column(last, phase))
         return held
 
-    def _resolve(
-        self, s: dict[str, Tensor], wants: Tensor, place: Tensor, cell: Tensor, phase: Tensor
-    ) -> Tensor:
+    def _resolve(self, wanted: Tensor, ticket: Tensor, away: Tensor, phase: Tensor) -> Tensor:
         """Who gets through where more want in than the capacity: bool [N, B].
 
         Nearest first, equals by a hash of (seed, world, episode, tick, agent), which is a
         bijection in the agent and so never ties; a reservation lasts this tick only.
+
+        Args:
+            wanted: int32 [N, B] place, -1 for those who want none.
+            ticket: int32 [N, B] the hash.
+            away: int32 [N, B] distance to the place.
+            phase: int32 [B].
         """
-        n = self.num_agents
-        agent = torch.arange(n, device=wants.device)[:, None]
-        order = (tick_hash(s["key"], s["tick"].long(), agent) - (1 << 31)).to(torch.int32)
-        wanted = torch.where(wants, place, -1)
-        away = self._distance_table[cell] if self._has_distance else None
-        ahead = torch.zeros_like(place)
-        for other in range(n):
-            before = order[other] < order
-            if away is not None:
+        if not self._contended:
+            return wanted >= 0
+        ahead = torch.zeros_like(wanted)
+        for other in range(self.num_agents):
+            before = ticket[other] < ticket
+            if self._has_distance:
                 before = (away[other] < away) | ((away[other] == away) & before)
-            ahead = ahead + ((wanted[other] == place) & before).int()
-        return wants & (ahead < self._capacity(place, phase))
+            ahead = ahead + ((wanted[other] == wanted) & before).int()
+        return (wanted >= 0) & (ahead < self._capacity(wanted, phase))
 
     def _use_in_order(
         self, meters: list[Tensor], code: Tensor, finished: Tensor, phase: Tensor
@@ -565,28 +664,37 @@ class Town:
 
         Being broke does not close a place (trying costs a tick). The dead may only WAIT.
         """
-        s = self._unpack_state(state)
-        return self._mask(s).permute(2, 1, 0)
+        return self._mask(self._unpack_state(state)).permute(2, 1, 0)
+
+    def legal_bits(self, state: TensorDict) -> Tensor:
+        """The action mask in compact form: int32 [B, N], bit a set where action a is legal."""
+        return self._legal(self._unpack_state(state)).t()
 
     def _mask(self, s: dict[str, Tensor]) -> Tensor:
-        x, y = s["position"].unbind(0)
+        """bool [A, N, B]."""
+        return self._unfold(self._legal(s), self._each_action).bool()
+
+    @staticmethod
+    def _unfold(bits: Tensor, each: Tensor) -> Tensor:
+        """int32 [len(each), ...]: the bits of `bits` one by one."""
+        return (bits >> each) & 1
+
+    def _legal(self, s: dict[str, Tensor]) -> Tensor:
+        x, y = s["position"]
         phase = self._phase(s["tick"])
         usable = s["place"] >= 0
         if self.pack.temporal:
             usable = usable & self._is_open(s["place"], s["hour"], phase)
         free = s["alive"]
         if self._has_held:
-            free = free & ~self._is_held(s, list(s["meters"].unbind(0)), phase)
-        rows = [
-            free & (y > 0),
-            free & (y < self.height - 1),
-            free & (x > 0),
-            free & (x < self.width - 1),
-            s["alive"] & usable,
-            torch.ones_like(usable),
-        ]
-        rows += [s["alive"]] * (self.num_actions - len(rows))
-        return torch.stack(rows)
+            free = free & ~self._is_held(s, list(s["meters"]), phase)
+        bits = torch.full_like(x, sum(1 << a for a in range(WAIT, self.num_actions)))
+        bits = torch.add(bits, usable, alpha=1 << INTERACT)
+        bits = torch.where(s["alive"], bits, 1 << WAIT)
+        inside = ((y > 0), (y < self.height - 1), (x > 0), (x < self.width - 1))
+        for move, possible in enumerate(inside):
+            bits = torch.add(bits, free & possible, alpha=1 << move)
+        return bits
 
     def observe(self, state: TensorDict) -> TensorDict:
         """What each agent may see: a TensorDict of batch [B] with fields [B, N, ...].
@@ -598,55 +706,37 @@ class Town:
         comm int64 [B,N,M] (kin only, else 0); action_mask bool [B,N,A].
         """
         s = self._unpack_state(state)
-        n, reach = self.num_agents, self.vision
-        side = 2 * reach + 1
-        x, y = s["position"].unbind(0)
-        b = x.shape[1]
-        cell = s["layout"] * (self.width * self.height) + y * self.width + x
+        reach, side = self.vision, 2 * self.vision + 1
+        x, y = s["position"]
+        cell = self._cell(s["layout"], y * self.width + x)
         view = self._view_table[cell].view(torch.uint8)[..., : side * side]
 
-        # Everything is computed per slot as [N, B] and stacked in front, so that every loop runs
-        # over contiguous worlds; the logical order of dimensions is made at the end.
-        agent = torch.arange(n, dtype=torch.int32, device=x.device)[:, None]
-        kin_size = self.pack.families.size if self.pack.families else 1
-        spots, visible, cues, offsets, acts, comm = [], [], [], [], [], []
-        for slot in range(n - 1):
-
-            def of_other(value: Tensor, slot: int = slot) -> Tensor:
-                """[N, B] of the agent in this slot: slot, or slot + 1 for those up to it."""
-                return torch.where(agent <= slot, value[slot + 1], value[slot])
-
-            lives = of_other(s["alive"])
-            dx, dy = of_other(x) - x, of_other(y) - y
-            apart = torch.maximum(dx.abs(), dy.abs())
-            seen = lives & (apart <= self.pack.cue_distance)
-            inside = lives & (apart <= reach)
-            spots.append(torch.where(inside, (dy + reach) * side + dx + reach, -1))
-            visible.append(seen)
-            other = slot + (agent <= slot).int()
-            kin = (other // kin_size == agent // kin_size).expand(x.shape)
-            bits = torch.where(seen, of_other(s["cue_bits"]) & self._cues.allowed(apart, kin), 0)
-            cues += [((bits >> c) & 1).float() for c in range(self.num_cues)]
-            offsets += [torch.where(seen, d.float() * 0.25, 0.0) for d in (dx, dy)]
-            acts.append(torch.where(seen, of_other(s["last_action"]), self.num_actions))
-            if self.pack.families:
-                comm.append(torch.where(kin & lives, of_other(s["comm"]), 0).long())
-        crowd = [
-            reduce(torch.add, [(spot == place).to(torch.uint8) for spot in spots])
-            if spots
-            else torch.zeros_like(x, dtype=torch.uint8)
-            for place in range(side * side)
-        ]
-
-        def shown(parts: list[Tensor], *tail: int, dtype: torch.dtype) -> Tensor:
-            """Stacked [N, B] parts as [B, N, *tail]."""
-            if not parts:
-                return torch.zeros((b, n, *tail), dtype=dtype, device=x.device)
-            return torch.stack(parts).view(*tail, n, b).permute(-1, -2, *range(len(tail)))
+        # Of the others, [M, N, B] by slot: the agents before one, then those after it.
+        acted = torch.where(s["alive"], s["last_action"].int(), -1)
+        told = s["comm"] if self.pack.families else torch.zeros_like(x)
+        public = together([x, y, acted, s["cue_bits"], told, self._legal(s)])
+        other_x, other_y, acted, bits, told = public[:5, self._others]
+        dx, dy = other_x - x, other_y - y
+        apart = torch.maximum(dx.abs(), dy.abs())
+        near = (acted >= 0) & (apart <= reach)
+        visible = (acted >= 0) & (apart <= self.pack.cue_distance)
+        spots, dx, dy, acts, bits, told = together(
+            [
+                torch.where(near, (dy + reach) * side + dx + reach, -1),
+                torch.where(visible, dx, 0),
+                torch.where(visible, dy, 0),
+                torch.where(visible, acted, self.num_actions),
+                torch.where(visible, bits & self._cues.allowed(apart, self._kin), 0),
+                torch.where(self._kin & (acted >= 0), told, 0),
+            ]
+        )
+        crowd = torch.zeros((side * side, *x.shape), dtype=torch.uint8, device=x.device)
+        for spot in spots:
+            crowd = crowd + (spot == self._each_spot)
 
         angle = s["hour"].float() * (2.0 * math.pi / 24.0)
         known = [
-            *s["meters"].unbind(0),
+            *s["meters"],
             x.float() * (1.0 / (self.width - 1)),
             y.float() * (1.0 / (self.height - 1)),
             angle.sin().expand(x.shape),
@@ -655,18 +745,17 @@ class Town:
             (s["tick"].float() * (1.0 / self.lifespan)).expand(x.shape),
             s["blocked"].float(),
         ]
-        m = n - 1
         return TensorDict(
             {
                 "view": view.transpose(0, 1).unflatten(2, (side, side)),
-                "occupancy": shown(crowd, side, side, dtype=torch.uint8),
-                "self_state": shown(known, len(known), dtype=torch.float32),
-                "cues": shown(cues, m, self.num_cues, dtype=torch.float32),
-                "visible": shown(visible, m, dtype=torch.bool),
-                "others_offset": shown(offsets, m, 2, dtype=torch.float32),
-                "others_action": shown(acts, m, dtype=torch.int64),
-                "comm": shown(comm, m, dtype=torch.int64),
-                "action_mask": self._mask(s).permute(2, 1, 0),
+                "occupancy": crowd.unflatten(0, (side, side)).permute(3, 2, 0, 1),
+                "self_state": together(known).permute(2, 1, 0),
+                "cues": self._unfold(bits, self._each_cue).float().permute(3, 2, 1, 0),
+                "visible": (acts < self.num_actions).permute(2, 1, 0),
+                "others_offset": (together([dx, dy]) * 0.25).permute(3, 2, 1, 0),
+                "others_action": acts.long().permute(2, 1, 0),
+                "comm": told.long().permute(2, 1, 0),
+                "action_mask": self._unfold(public[5], self._each_action).bool().permute(2, 1, 0),
             },
-            batch_size=[b],
+            batch_size=[x.shape[1]],
         )

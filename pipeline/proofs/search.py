@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from pipeline.proofs.knowledge import find
-from pipeline.proofs.unify import HOPELESS, SPARE, Engine, Successors, expand, state_hash
+from pipeline.proofs.unify import (
+    HOPELESS,
+    SPARE,
+    Engine,
+    Successors,
+    expand,
+    group_of,
+    select_goal,
+    state_hash,
+)
 
 WIDTHS, DEPTH = (1, 64), 40  # states kept per query, one try after the other; steps of each
-CHUNK = 2048  # states expanded at a time
-MORE_ROOM = 4  # times the facts and lemmas of the budget
+CHUNK = 1 << 17  # successors looked at together
+NARROW, WIDEST = 64, 1 << 14  # matches of a goal: most have fewer, and no more are looked at
 
 
-def find_proofs(engine: Engine, queries: Tensor) -> list[list[int] | None]:
-    """A proof of each atom int64 [Q, 3], or None: which successor to take from state to state.
+def find_proofs(engine: Engine, queries: Tensor) -> list[Tensor | None]:
+    """A proof of each atom int64 [Q, 3], or None: the states int64 [n, A] that lead to the end.
 
     First down the symbolic evidence, which leads to a proof wherever the rules of one derivation
     bind one variable at a time; what that misses breadth-first, keeping the best states of every
-    level. Each query is searched alone, whatever the others are. The successors are those of
-    `roomy(engine)`.
+    level. Each query is searched alone, whatever the others are. Unlike the steps of the world
+    this looks at all matches of a goal, and has room for long conjunctions.
     """
     engine = roomy(engine)
-    proofs: list[list[int] | None] = [None] * len(queries)
+    proofs: list[Tensor | None] = [None] * len(queries)
     for width in WIDTHS:
         missed = [i for i, proof in enumerate(proofs) if proof is None]
         if missed:
@@ -34,55 +44,73 @@ def find_proofs(engine: Engine, queries: Tensor) -> list[list[int] | None]:
 
 
 def roomy(engine: Engine) -> Engine:
-    """The same engine with a budget for what is rare: long conjunctions and large groups."""
+    """The same engine with room for long conjunctions."""
     longest, rounds = engine.body.shape[1], int(engine.closure.round.max())
     variables = int(engine.rules.num_variables.max()) if engine.rules.count else 2
     goals = min(max(longest + rounds + 1, engine.budget.goals), (SPARE - variables - 4) // 2)
-    facts, lemmas = engine.budget.facts * MORE_ROOM, engine.budget.lemmas * MORE_ROOM
-    return replace(engine, budget=engine.budget._replace(goals=goals, facts=facts, lemmas=lemmas))
+    return replace(engine, budget=engine.budget._replace(goals=goals))
 
 
-def beam_search(engine: Engine, queries: Tensor, width: int, depth: int) -> list[list[int] | None]:
+def beam_search(engine: Engine, queries: Tensor, width: int, depth: int) -> list[Tensor | None]:
     """Breadth-first search of all queries side by side that keeps `width` states of each level."""
-    proofs: list[list[int] | None] = [None] * len(queries)
+    proofs: list[Tensor | None] = [None] * len(queries)
     goals, codes = engine.start(queries), engine.pack(queries)
     owner = torch.arange(len(queries))
     seen = _name(goals, owner).sort().values
-    history: list[tuple[Tensor, Tensor]] = []  # by level: the state before, and the successor taken
+    history: list[tuple[Tensor, Tensor]] = []  # by level: where each state came from, the states
     for _ in range(depth):
-        successors, evidence, before, taken = _expand_all(engine, goals, codes[owner], width)
+        successors, evidence, before = _expand_all(engine, goals, codes[owner], width)
         owner = owner[before]
-        history.append((before, taken))
+        history.append((before, successors))
         proven = (successors < 0).all(1)
         for row in proven.nonzero().flatten().tolist():
             case = int(owner[row])
             if proofs[case] is None:
                 proofs[case] = _path(history, row)
         name = _name(successors, owner)
-        solved = torch.tensor([p is not None for p in proofs])
+        solved = torch.tensor([p is not None for p in proofs], dtype=torch.bool)
         open_ = ~solved[owner] & ~find(seen, name)[1]
         kept = _best(owner, evidence, name, open_, width)
         if len(kept) == 0:
             break
         goals, owner = successors[kept], owner[kept]
-        history[-1] = (before[kept], taken[kept])
+        history[-1] = (before[kept], goals)
         seen = torch.cat([seen, name[kept]]).sort().values
     return proofs
 
 
 def _expand_all(
     engine: Engine, goals: Tensor, codes: Tensor, width: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Legal successors [n, A], their evidence [n], the state each came from [n], its place [n]."""
-    parts = []
-    for start in range(0, len(goals), CHUNK):
-        found = expand(engine, goals[start : start + CHUNK], codes[start : start + CHUNK])
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Legal successors [n, A], their evidence [n] and the state each came from [n]."""
+    parts = [(goals[:0], engine.log_p[:0], codes[:0])]
+    for rows, found in _expand_in_parts(engine, goals, codes):
         row, place = found.legal.nonzero().unbind(1)
         successors = found.goals[row, place]
         evidence = found.evidence[row, place] if width == 1 else _prospect(engine, successors)
-        parts.append((successors, evidence, row + start, place))
-    successors, evidence, before, taken = (torch.cat(p) for p in zip(*parts))
-    return successors, evidence, before, taken
+        parts.append((successors, evidence, rows[row]))
+    successors, evidence, before = (torch.cat(p) for p in zip(*parts))
+    return successors, evidence, before
+
+
+def _expand_in_parts(
+    engine: Engine, goals: Tensor, codes: Tensor
+) -> Iterator[tuple[Tensor, Successors]]:
+    """`expand` of rows of similar width, with room for all their matches: (rows, successors)."""
+    front = select_goal(engine, goals)[0]
+    facts = group_of(engine, engine.facts, front)[1]
+    lemmas = group_of(engine, engine.lemmas, front)[1] * bool(engine.budget.lemmas)
+    most = torch.maximum(facts, lemmas)
+    for rows in ((most <= NARROW).nonzero().flatten(), (most > NARROW).nonzero().flatten()):
+        if len(rows) == 0:
+            continue
+        room = [int(x[rows].max().clamp(1, WIDEST)) for x in (facts, lemmas)]
+        budget = engine.budget._replace(
+            facts=room[0], lemmas=room[1] if engine.budget.lemmas else 0
+        )
+        wider = replace(engine, budget=budget)
+        for part in rows.split(max(CHUNK // wider.width, 1)):
+            yield part, expand(wider, goals[part], codes[part])
 
 
 def _prospect(engine: Engine, goals: Tensor) -> Tensor:
@@ -113,20 +141,20 @@ def _best(owner: Tensor, evidence: Tensor, name: Tensor, open_: Tensor, width: i
     return order[rank < width]
 
 
-def _path(history: list[tuple[Tensor, Tensor]], row: int) -> list[int]:
-    path = []
-    for before, taken in reversed(history):
-        path.append(int(taken[row]))
+def _path(history: list[tuple[Tensor, Tensor]], row: int) -> Tensor:
+    states = []
+    for before, successors in reversed(history):
+        states.append(successors[row])
         row = int(before[row])
-    return path[::-1]
+    return torch.stack(states[::-1])
 
 
-def follow(engine: Engine, query: Tensor, path: list[int]) -> list[tuple[Tensor, Successors]]:
-    """The states [1, A] on the way of a proof of `find_proofs`, with the successors of each."""
+def follow(engine: Engine, query: Tensor, path: Tensor) -> Iterator[tuple[Tensor, Successors, int]]:
+    """Step by step along a proof of `find_proofs`: state [1, A], successors, which one is next."""
     engine = roomy(engine)
-    goals, code, steps = engine.start(query[None]), engine.pack(query[None]), []
-    for place in path:
-        found = expand(engine, goals, code)
-        steps.append((goals, found))
-        goals = found.goals[:, place]
-    return steps
+    goals, code = engine.start(query[None]), engine.pack(query[None])
+    for following in path:
+        _, found = next(_expand_in_parts(engine, goals, code))
+        same = found.legal[0] & (found.goals[0] == following).all(1)
+        yield goals, found, int(same.int().argmax())
+        goals = following[None]

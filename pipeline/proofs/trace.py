@@ -152,7 +152,7 @@ def prove(triple: Tensor, prover: Prover, world: ProofWorld) -> Proof | None:
         path = find_proofs(world.engine, triple[None])[0]
         if path is not None:
             replay = _Replay(world, triple)
-            for place, (goals, found) in zip(path, follow(world.engine, triple, path)):
+            for goals, found, place in follow(world.engine, triple, path):
                 replay.step(goals, found.goals, found.kind, found.atom, place)
             proof = replay.proof()
     return proof

@@ -330,10 +330,11 @@ def select_goal(engine: Engine, goals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return goals.gather(1, chosen).squeeze(1), others, chosen.squeeze(1)
 
 
-def _matches(
-    engine: Engine, index: Index, codes: Tensor, front: Tensor, room: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Atoms of an index that match open goals [B]: packed [B, room], legal, dropped [B]."""
+def group_of(engine: Engine, index: Index, front: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where an index lists the atoms that match goals [B]: (start, length, by head) [B].
+
+    Ground goals and PAD have length 0.
+    """
     size = engine.num_entities
     predicate, left, right = engine.unpack(front)
     predicate = predicate.clamp(min=0)
@@ -346,13 +347,21 @@ def _matches(
     start = torch.where(by_head, index.starts[0][group], index.starts[1][group])
     end = torch.where(by_head, index.starts[0][after], index.starts[1][after])
     is_open = (left_free | right_free) & (front >= 0)
-    length = torch.where(is_open, end - start, 0)
+    return start, torch.where(is_open, end - start, 0), by_head
+
+
+def _matches(
+    engine: Engine, index: Index, codes: Tensor, front: Tensor, room: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Atoms of an index that match open goals [B]: packed [B, room], legal, dropped [B]."""
+    start, length, by_head = group_of(engine, index, front)
     step = torch.arange(room, device=front.device)
     legal = step < length[:, None]
     if codes.shape[1] == 0:
         return (step + PAD - step).expand_as(legal), legal & False, torch.zeros_like(length)
     row = (start[:, None] + step).clamp(max=codes.shape[1] - 1)
     atom = codes.flatten()[row + (~by_head).long()[:, None] * codes.shape[1]]
+    _, left, right = engine.unpack(front)
     _, first, second = engine.unpack(atom)
     legal = legal & ((left != right)[:, None] | (first == second))
     return atom, legal, (length - room).clamp(min=0)

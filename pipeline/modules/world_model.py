@@ -84,8 +84,9 @@ class WorldModel(nn.Module):
         self.open = nn.Parameter(torch.zeros(members, HOURS, f))
         self.affordable = EnsembleLinear(members, METERS, f)
         self.done = nn.Parameter(torch.zeros(members, PROGRESS, f))
-        # Rewards are products of meters in most packs.
+        # Rewards are products of meters in most packs; a life ends with a meter, or with age.
         self.reward = EnsembleLinear(members, METERS * METERS + METERS, 1)
+        self.survival = EnsembleLinear(members, METERS + 1, 1)
         self.layers = nn.ModuleList(
             [
                 EnsembleLinear(members, inputs, width),
@@ -138,6 +139,9 @@ class WorldModel(nn.Module):
         d_mean, d_spread, d_known, reward, cont, value, legal = out.split(self.sizes, -1)
         spread, latent_spread = log_std.split([self.places, self.latent], -1)
         meters, rest = (known_state + d_known).split([METERS, self.shape.self_dim - METERS], -1)
+        age = rest[..., self.shape.self_names.index("age") - METERS, None]
+        ends = torch.cat([50 * meters.clamp(-0.02, 1), 250 * (1 - age).clamp(0, 1)], -1)
+        cont = cont + self.survival(10 * (-ends).exp())
         meters = meters.clamp(0, 1)
         products = (meters.unsqueeze(-1) * meters.unsqueeze(-2)).flatten(-2)
         reward = reward + self.reward(torch.cat([meters, products], -1))

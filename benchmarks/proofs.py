@@ -234,7 +234,7 @@ SYNTHETIC_RULES = (
 )
 
 
-def synthetic_graph(entities: int = 40_000, facts: int = 87_000, seed: int = 0) -> Graph:
+def synthetic_graph(entities: int = 41_000, facts: int = 87_000, seed: int = 0) -> Graph:
     """A graph of WordNet's size and kind: a tree of hypernyms with parts and symmetric links.
 
     The inverse of a fact is known half the time. Entities with low numbers are hubs: the one of

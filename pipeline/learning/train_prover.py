@@ -295,7 +295,10 @@ class Choice:
             return
         self.prover.trust.fill_(1.0)
         score = [self.prover.see(part).score.double() for part in self.roots.split(CHUNK)]
-        correction = torch.cat(score) - self.prior
+        self.weigh(torch.cat(score) - self.prior, **label)
+
+    def weigh(self, correction: Tensor, **label: float) -> None:
+        """Compare scores, by a correction float64 of the prior of each of `keys`, with the best."""
         loss = surprise(self.questions, self.keys, self.prior + correction)
         trusts = TRUSTS if bool(correction.any()) else (0.0,)  # untrained: the baseline itself
         for trust in trusts if self.prover.use_prior else (1.0,):
@@ -333,7 +336,7 @@ class Choice:
 def observe_roots(world: ProofWorld, queries: Tensor) -> TensorDict:
     """What the prover sees of each query int64 [Q, 3] before its first step, batch [Q]."""
     parts = []
-    for part in queries.split(CHUNK):
+    for part in queries.split(CHUNK) if len(queries) else ():
         world.eval(part)
         seen = world.observe(world.reset(0, len(part)))
         parts.append(seen.select(*ProverInput._fields))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -9,9 +13,10 @@ import pytest
 import torch
 
 from pipeline.export.onnx import export_onnx
-from pipeline.files import HamletError
+from pipeline.files import HamletError, read_json
 from pipeline.learning.rollout import fused_step
 from pipeline.learning.train_prover import (
+    Choice,
     Student,
     TrainConfig,
     build_prover,
@@ -66,6 +71,39 @@ def test_training_does_not_fall_below_the_baseline_on_the_validation_split(world
     found = rank(world, prover, *questions, 64).metrics
     assert found["mrr_all"] >= symbolic(world, questions)["mrr_all"] - 1e-6
     assert result["training_seconds"] > 0
+
+
+def test_the_choice_goes_by_the_validation_split_and_never_below_the_baseline(world):
+    """Corrections that rank against the truth are not trusted, and those that rank with it are."""
+    graph = world.graph
+    held_out = graph.key(graph.splits["valid"])
+    outcome = {}
+    for name, sign in (("against", -4.0), ("with", 4.0), ("nothing", 0.0)):
+        choice = Choice(world, build_prover(world))
+        choice.consider(phase=0.0, step=0.0)
+        assert choice.best[0] == choice.label["trust"] == 0.0
+        truth = torch.isin(choice.keys, held_out).double()
+        choice.weigh(sign * truth + 1e-3, phase=0.0, step=5.0)
+        outcome[name] = (choice.best[0], choice.label["trust"])
+    assert outcome["with"][0] > 0
+    assert outcome["with"][1] > 0.1
+    assert outcome["nothing"] == (0.0, 0.01)  # no gain: it may order what is tied, no more
+    assert outcome["against"] == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("rules", [["p(X,Y) -> q(Y,X)"], ["p(X,Y) -> q(Y,X)", "q(X,Y) -> p(Y,X)"]])
+def test_without_a_validation_split_and_with_few_rules_it_works(rules):
+    facts = [f"p(a{i},b{i % 5})" for i in range(20)] + [
+        f"q(b{i % 5},a{i})" for i in range(0, 20, 2)
+    ]
+    graph = graph_of(facts, rules, test=["q(b1,a1)", "q(b3,a3)"])
+    world = build_world(graph, rounds=2)
+    prover = build_prover(world)
+    result = train_prover(world, prover, TINY, seed=0)
+    assert result["chosen_trust"] == pytest.approx(0.01)
+    asked = pose(graph, world.closure, graph.splits["test"], graph.known())
+    found = rank(world, prover, asked, sampled_negatives(graph, asked, 100, 0), 8)
+    assert found.metrics["proved_fraction"] == 1.0
 
 
 def test_training_is_repeatable(world):
@@ -272,6 +310,24 @@ def test_ranks_are_filtered_and_ties_count_half():
     assert metrics["mrr_all"] == pytest.approx((1 / 1.5 + 1.0) / 2)
     assert metrics["hits1_all"] == pytest.approx(0.5)
     assert metrics["mrr_100"] == metrics["mrr_all"]
+
+
+@pytest.mark.slow
+def test_a_graph_of_wordnets_size_fits_into_four_gigabytes(tmp_path):
+    """Training and search over 87,000 facts and 40,000 entities, in a process of its own."""
+    file = tmp_path / "numbers.json"
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.proofs", "synthetic", "--seeds", "0", "--json", file],
+        cwd=Path(__file__).parents[2],
+        check=True,
+        capture_output=True,
+    )
+    numbers = read_json(file)["synthetic"]["speed"]
+    assert numbers["facts"] == 87_000
+    assert numbers["entities"] >= 40_000
+    assert numbers["closure_dropped"] > 0  # what did not fit was counted
+    assert numbers["proved_fraction_of_candidates"] > 0.99
+    assert 0.1 < numbers["peak_memory_gb"] < 4.0
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ import torch
 
 from pipeline.town import PackError, Town, load_pack
 from pipeline.town.hamlet import reference_mask, reference_observation
+from pipeline.town.town import compiled as fast
 
 NEEDED = (
     "obs", "meters", "positions", "actions", "masks", "rewards", "dones", "hour",
@@ -57,7 +58,7 @@ def replay(
         position=torch.from_numpy(trace["positions"][0])[:, None],
         hour=torch.from_numpy(trace["hour"][0]),
     )
-    step = torch.compile(town.step_reference, fullgraph=True) if compiled else town.step_reference
+    step = fast(town.step_reference) if compiled else town.step_reference
     number = {i: names.index(name) for i, name in enumerate(pack.affordance_names)} | {-1: -1}
 
     def in_trace_order(code: torch.Tensor) -> np.ndarray:

@@ -413,7 +413,9 @@ class Town:
         phase = self._phase(s["tick"])
         meters = list(s["meters"])
         hamlet = pack.mode == "hamlet"
-        action = torch.stack(actions.int().unbind(1))  # [N, B] in memory, too
+        # Agent-major in memory, too: one transposed load would make the whole loop scalar.
+        turned = actions.stride(0) == 1
+        action = actions.t().int() if turned else torch.stack(actions.int().unbind(1))
         if gated:
             action = torch.where(s["alive"] & ~s["over"], action, -1)  # -1: does not take part
 
@@ -720,7 +722,7 @@ class Town:
         apart = torch.maximum(dx.abs(), dy.abs())
         near = (acted >= 0) & (apart <= reach)
         visible = (acted >= 0) & (apart <= self.pack.cue_distance)
-        spots, dx, dy, acts, bits, told = together(
+        others = together(
             [
                 torch.where(near, (dy + reach) * side + dx + reach, -1),
                 torch.where(visible, dx, 0),
@@ -730,13 +732,14 @@ class Town:
                 torch.where(self._kin & (acted >= 0), told, 0),
             ]
         )
+        spots, _, _, acts, bits, told = others
         crowd = torch.zeros((side * side, *x.shape), dtype=torch.uint8, device=x.device)
         for spot in spots:
             crowd = crowd + (spot == self._each_spot)
 
         angle = s["hour"].float() * (2.0 * math.pi / 24.0)
         known = [
-            *s["meters"],
+            s["meters"].flatten(0, 1),
             x.float() * (1.0 / (self.width - 1)),
             y.float() * (1.0 / (self.height - 1)),
             angle.sin().expand(x.shape),
@@ -749,10 +752,10 @@ class Town:
             {
                 "view": view.transpose(0, 1).unflatten(2, (side, side)),
                 "occupancy": crowd.unflatten(0, (side, side)).permute(3, 2, 0, 1),
-                "self_state": together(known).permute(2, 1, 0),
+                "self_state": torch.cat(known).unflatten(0, (-1, len(x))).permute(2, 1, 0),
                 "cues": self._unfold(bits, self._each_cue).float().permute(3, 2, 1, 0),
                 "visible": (acts < self.num_actions).permute(2, 1, 0),
-                "others_offset": (together([dx, dy]) * 0.25).permute(3, 2, 1, 0),
+                "others_offset": (others[1:3] * 0.25).permute(3, 2, 1, 0),
                 "others_action": acts.long().permute(2, 1, 0),
                 "comm": told.long().permute(2, 1, 0),
                 "action_mask": self._unfold(public[5], self._each_action).bool().permute(2, 1, 0),

@@ -8,8 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recorder import record
 
 from benchmarks.town_parity import main as parity
+from benchmarks.town_parity import replay
 from pipeline.town import Scripted, Town, load_pack
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "hamlet"
@@ -29,6 +31,34 @@ def test_recorded_runs_are_replayed_exactly(level, capsys):
 def test_a_wrong_pack_does_not_replay(capsys):
     trace = DATA / "traces" / "L3_temporal_mechanics.npz"
     assert parity([str(DATA / "packs" / "L1_full_observability"), str(trace)]) == 1
+
+
+@needs_traces
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    ("multiplier", "lifespan", "seed"), [(0.2, 25, 1), (1.0, 500, 2), (3.7, 60, 3)]
+)
+def test_runs_that_nobody_recorded_are_replayed_exactly(level, multiplier, lifespan, seed):
+    """Other multipliers, lifespans and initial meters, recorded by the plain-Python rules."""
+    folder = DATA / "packs" / level
+    pack = load_pack(folder).model_copy(
+        update={"depletion_multiplier": multiplier, "lifespan": lifespan, "agents": 1}
+    )
+    trace = record(pack, worlds=6, ticks=80, seed=seed)
+    assert (trace["interacted"] >= 0).sum() > 20
+    assert trace["dones"][-1].any()
+    diffs = replay(folder, trace)
+    assert set(diffs) > {"obs", "meters", "positions", "masks", "rewards", "dones"}
+    assert max(diffs.values()) == 0.0, diffs
+
+
+@pytest.mark.slow
+@needs_traces
+@pytest.mark.parametrize("level", LEVELS)
+def test_compiled_runs_agree_with_the_recorded_ones(level):
+    """Everything discrete exactly, floats within 1e-5 (the exit status of --compile)."""
+    folder, trace = DATA / "packs" / level, DATA / "traces" / f"{level}.npz"
+    assert parity([str(folder), str(trace), "--compile"]) == 0
 
 
 def play(town, state, players, ticks):

@@ -4,6 +4,7 @@ A summary comes last. DVC runs this stage every time, also when every other one 
 it does nothing but look unless the registry lacks one of the two. It never imports PyTorch.
 """
 
+import json
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stderr
@@ -201,7 +202,11 @@ def log_model(run: StageRun, candidate: Candidate) -> int:
                 pip_requirements=needs,
                 onnx_execution_providers=["CPUExecutionProvider"],
                 save_as_external_data=False,
-                metadata={"sha256": card["sha256"], "upstream": dict(card["upstream"])},
+                metadata={
+                    "sha256": card["sha256"],
+                    "upstream": dict(card["upstream"]),
+                    "card": json.dumps(card),  # all that a server needs beside the graph
+                },
             )
             tags = {"sha256": card["sha256"]}
             made = mlflow.register_model(logged.model_uri, candidate.model, tags=tags)

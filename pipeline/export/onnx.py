@@ -135,8 +135,11 @@ def _fill(
     inner = onnx.compose.add_prefix(imagination, "imagine/").graph
     graph = body.graph
     types = {v.name: v.type for v in graph.input}
-    deliberate, *asked = questions
     node = helper.make_node
+    # A question that is a value of the body under another name is asked by its first name.
+    same = {n.output[0]: n.input[0] for n in graph.node if n.op_type == "Identity"}
+    same = {name: same[name] for name in questions if name in same}
+    deliberate, *asked = questions
 
     rows = [  # int64 [n, 1] of the rows that deliberate
         node("NonZero", [deliberate], ["slice/where"]),
@@ -144,7 +147,8 @@ def _fill(
         node("Squeeze", ["slice/where", "slice/first"], ["slice/index"]),
     ]
     gather = [
-        node("Gather", [name, "slice/index"], [f"imagine/row_{name}"], axis=0) for name in asked
+        node("Gather", [same.get(name, name), "slice/index"], [f"imagine/row_{name}"], axis=0)
+        for name in asked
     ]
     scatter, nothing = [], []
     constants = [helper.make_tensor("slice/first", TensorProto.INT64, [1], [0])]
@@ -193,6 +197,8 @@ def _fill(
     later = set(answers)  # everything that depends on the answers comes after them
     before, after = [], []
     for one in graph.node:
+        if one.op_type == "Identity" and one.output[0] in same:
+            continue
         if later.intersection(one.input):
             later.update(one.output)
             after.append(one)

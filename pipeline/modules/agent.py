@@ -352,17 +352,19 @@ class Mind(nn.Module):
 
         action_logits = masked_logits(self.policy.action_logits(f, goal), obs.action_mask)
         noise, rng = self.draw(state.rng, action_logits.shape[1])
-        thoughts = Thoughts(
-            belief.mean,
-            belief.log_std,
-            logits,
-            social.goal_dist,
-            social.next_action_dist,
-            social.confidence,
-            social.reason,
-            candidates,
-            *imagined,
-            action_logits,
+        thoughts = Thoughts._make(
+            [
+                belief.mean,
+                belief.log_std,
+                logits,
+                social.goal_dist,
+                social.next_action_dist,
+                social.confidence,
+                social.reason,
+                candidates,
+                *imagined,
+                action_logits,
+            ]
         )
         return (
             (action_logits + noise).argmax(-1),

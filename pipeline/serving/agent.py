@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipeline.files import HamletError, check_card
-from pipeline.ort import open_session
+from pipeline.ort import open_session, open_unchecked
 
 STATE, NEXT = "state_", "next_"
 Arrays = dict[str, np.ndarray]
@@ -41,17 +41,29 @@ class OnnxAgent:
     """
 
     def __init__(self, path: str | Path, threads: int = 1) -> None:
-        self.card: dict[str, Any] = check_card(path)
-        self.session = open_session(path, threads=threads)
-        self.source = Path(path).read_bytes()
-        if sha256(self.source).hexdigest() != self.card["sha256"]:
-            raise HamletError(f"{path} changed while it was opened", "try again")
-        self.inputs = {entry["name"]: entry for entry in self.card["schema"]["inputs"]}
-        self.outputs = [entry["name"] for entry in self.card["schema"]["outputs"]]
-        have = [i.name for i in self.session.get_inputs()]
+        card = check_card(path)
+        session = open_session(path, threads=threads)
+        self._take(Path(path).read_bytes(), card, session, str(path))
+
+    @classmethod
+    def of(cls, source: bytes, card: dict[str, Any], name: str) -> OnnxAgent:
+        """An agent from the bytes of its file and its card; `name` is for errors."""
+        agent = cls.__new__(cls)
+        if sha256(source).hexdigest() != card["sha256"]:
+            raise HamletError(f"{name} does not match its card")
+        agent._take(source, card, open_unchecked(source, name=name), name)
+        return agent
+
+    def _take(self, source: bytes, card: dict[str, Any], session: Any, name: str) -> None:
+        self.source, self.card, self.session = source, card, session
+        if sha256(source).hexdigest() != card["sha256"]:
+            raise HamletError(f"{name} changed while it was opened", "try again")
+        self.inputs = {entry["name"]: entry for entry in card["schema"]["inputs"]}
+        self.outputs = [entry["name"] for entry in card["schema"]["outputs"]]
+        have = [i.name for i in session.get_inputs()]
         if have != list(self.inputs):
             raise HamletError(
-                f"{path} takes inputs {', '.join(have)}; its card says {', '.join(self.inputs)}",
+                f"{name} takes inputs {', '.join(have)}; its card says {', '.join(self.inputs)}",
                 "run `dvc repro agent`",
             )
 

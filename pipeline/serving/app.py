@@ -7,9 +7,11 @@ import hmac
 import json
 import secrets
 import time
+import traceback
 from collections.abc import Awaitable, Callable
 from functools import partial
 from importlib.metadata import version as installed
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -18,7 +20,7 @@ import orjson
 from pipeline.files import HamletError
 from pipeline.serving import protocol
 from pipeline.serving.engine import Engine, Item, Refused, Session
-from pipeline.serving.model import NAME, Model, pack
+from pipeline.serving.model import NAME, RNG_RANGE, Model, pack
 from pipeline.serving.openapi import document
 from pipeline.serving.protocol import Ask
 
@@ -276,10 +278,11 @@ class App:
                     f"'{name[:40]}' is unknown", "known: session, observation, seed, end"
                 )
         ask = Ask()
-        given = header.get("session")
-        ask.start = given is None
-        ask.sequence = secrets.token_urlsafe(16) if ask.start else protocol.sequence_name(given)
-        ask.seed, ask.end = protocol.seed_of(header), protocol.flag(header, "end")
+        ask.start = "session" not in header
+        given = secrets.token_urlsafe(16) if ask.start else header["session"]
+        ask.sequence = protocol.sequence_name(given)
+        ask.seed = protocol.whole(header, "seed", 0, RNG_RANGE - 1)
+        ask.end = protocol.flag(header, "end")
         if ask.seed is not None and not ask.start:
             raise HamletError("'seed' belongs to a new session", "leave out 'session' or 'seed'")
         observation = header.get("observation")
@@ -395,7 +398,9 @@ def failed(error: Exception, log: Callable[..., None]) -> Reply:
         return status, body, headers
     if isinstance(error, HamletError):
         return _error(400, str(error))
-    log("error", error=f"{type(error).__name__}: {error}"[:500])
+    where = traceback.extract_tb(error.__traceback__)[-1:]
+    at = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in where]
+    log("error", error=f"{type(error).__name__}: {error}"[:500], at=at)
     return _error(500, "the server failed; its log says why")
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -325,16 +326,15 @@ def _out_of_range(field: Field, values: np.ndarray) -> HamletError:
 
 
 def _array(field: Field, value: Any) -> np.ndarray:
-    try:
-        array = np.array(value)
-    except ValueError:  # ragged
-        array = np.array(None)
-    kinds = {"bool": "b", "float32": "fiu"}.get(field.dtype, "iu")
-    if array.dtype.kind not in kinds:
-        raise HamletError(
-            f"field '{field.name}' is not an array of {field.datatype}", _without_batch(field)
-        )
-    return array
+    """Nested lists as an array; JSON does not tell 1 from 1.0, but true from 1."""
+    leaves = np.array(value, dtype=object)
+    types = {type(x.item() if isinstance(x, np.generic) else x) for x in leaves.ravel()}
+    if types <= ({bool} if field.dtype == "bool" else {int, float}):
+        with suppress(OverflowError):
+            return leaves.astype(bool if field.dtype == "bool" else np.float64)
+    raise HamletError(
+        f"field '{field.name}' is not an array of {field.datatype}", _without_batch(field)
+    )
 
 
 def _without_batch(field: Field) -> str:

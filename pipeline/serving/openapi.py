@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.serving.model import NAME, RNG_RANGE, Field, Model
-from pipeline.serving.protocol import MAX_ID, outputs_of
+from pipeline.serving.protocol import MAX_NUMBER, MAX_TIMEOUT, NAME_PATTERN, outputs_of
 
 Schema = dict[str, Any]
 
@@ -76,7 +76,7 @@ def document(model: Model) -> Schema:
             "parameters": [
                 {
                     "name": "id", "in": "path", "required": True,
-                    "schema": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
+                    "schema": {"type": "string", "pattern": NAME_PATTERN},
                 }
             ],
             "delete": {
@@ -182,18 +182,21 @@ def _request(model: Model) -> Schema:
     one = [_tensor(field) for field in fields]
     return {
         "type": "object",
-        "required": ["inputs", "parameters"],
+        "required": ["inputs"],
         "properties": {
             "id": {"type": "string"},
             "parameters": {
                 "type": "object",
-                "required": ["sequence_id", "sequence_start"],
+                "dependentRequired": {
+                    "sequence_start": ["sequence_id"],
+                    "sequence_end": ["sequence_id"],
+                },
                 "properties": {
                     "sequence_id": {
-                        "description": "Name of the session.",
+                        "description": "Name of the session; without it, the client keeps state.",
                         "anyOf": [
-                            {"type": "integer", "minimum": 1, "maximum": 2**53},
-                            {"type": "string", "pattern": f"^[A-Za-z0-9_-]{{1,{MAX_ID}}}$"},
+                            {"type": "integer", "minimum": 1, "maximum": MAX_NUMBER},
+                            {"type": "string", "pattern": NAME_PATTERN},
                         ],
                     },
                     "sequence_start": {"type": "boolean", "description": "Begin it."},
@@ -203,7 +206,7 @@ def _request(model: Model) -> Schema:
                         "type": "integer",
                         "description": "Microseconds in which its turn must come.",
                         "minimum": 1,
-                        "maximum": 3_600_000_000,
+                        "maximum": MAX_TIMEOUT,
                     },
                     "seed": {
                         "type": "integer",
@@ -271,12 +274,15 @@ def _act(model: Model) -> Schema:
     return {
         "type": "object",
         "required": ["observation"],
+        "not": {"required": ["session", "seed"]},
         "additionalProperties": False,
         "properties": {
             "session": {
                 "description": "As the first answer named it; without it, a new session begins.",
-                "type": "string",
-                "pattern": "^[A-Za-z0-9_-]{1,64}$",
+                "anyOf": [
+                    {"type": "integer", "minimum": 1, "maximum": MAX_NUMBER},
+                    {"type": "string", "pattern": NAME_PATTERN},
+                ],
             },
             "seed": {
                 "description": "Random numbers of a new session.",

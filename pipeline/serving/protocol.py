@@ -6,6 +6,7 @@ body is a JSON header (of `Inference-Header-Content-Length` bytes) and then the 
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Callable
 from math import inf, prod
@@ -20,8 +21,10 @@ from pipeline.serving.model import DATATYPES, NAME, RNG_RANGE, Field, Model
 
 Results = int | list[tuple[str, np.ndarray, bool]]
 MAX_KNOWN = 10_000  # headers remembered
-MAX_ID = 128  # characters of a sequence_id
-_ID_TYPES = (int, str)
+MAX_TIMEOUT = 3_600_000_000  # microseconds
+MAX_NUMBER = 2**64 - 1  # as sequence_id
+NAME_PATTERN = "^[A-Za-z0-9_-]{1,128}$"  # of a session: it can stand in a path as it is
+_is_name = re.compile(NAME_PATTERN.rstrip("$") + r"\Z").match
 
 
 class Ask:
@@ -149,49 +152,48 @@ def _cuts(model: Model, inputs: list[dict[str, Any]]) -> list[slice]:
 
 
 def _parameters(ask: Ask, header: dict[str, Any]) -> None:
-    id_ = header.get("id")
-    if id_ is not None:
-        if not isinstance(id_, str):
+    if "id" in header:
+        if not isinstance(header["id"], str):
             raise HamletError("'id' is not a string")
-        ask.id = id_
-    parameters = header.get("parameters")
-    if parameters is None:
-        return
+        ask.id = header["id"]
+    parameters = header.get("parameters", {})
     if not isinstance(parameters, dict):
         raise HamletError("'parameters' is not an object")
-    get = parameters.get
-    sequence = get("sequence_id", 0)
-    if sequence not in (0, "") or isinstance(sequence, bool):
-        ask.sequence = sequence_name(sequence)
-    ask.start, ask.end = flag(parameters, "sequence_start"), flag(parameters, "sequence_end")
-    if (ask.start or ask.end) and ask.sequence is None:
+    if "sequence_id" in parameters:
+        ask.sequence = sequence_name(parameters["sequence_id"])
+    elif "sequence_start" in parameters or "sequence_end" in parameters:
         raise HamletError("parameter 'sequence_id' is missing", "a sequence needs a name")
+    ask.start, ask.end = flag(parameters, "sequence_start"), flag(parameters, "sequence_end")
     ask.binary = flag(parameters, "binary_data_output")
-    timeout = get("timeout")
-    if timeout is not None:
-        if type(timeout) is not int or not 0 < timeout <= 3_600_000_000:
-            raise HamletError("parameter 'timeout' is not microseconds", "1 to 3600000000")
-        ask.timeout = timeout / 1e6
-    ask.seed = seed_of(parameters)
+    microseconds = whole(parameters, "timeout", 1, MAX_TIMEOUT)
+    ask.timeout = microseconds / 1e6 if microseconds else None
+    ask.seed = whole(parameters, "seed", 0, RNG_RANGE - 1)
 
 
 def sequence_name(value: Any) -> str:
-    """A session's name from JSON: a number or a string of 1 to 128 printable characters."""
-    if type(value) not in _ID_TYPES:
-        raise HamletError("parameter 'sequence_id' is neither a number nor a string")
-    name = str(value)
-    if not (0 < len(name) <= MAX_ID and name.isprintable() and "/" not in name):
-        raise HamletError(
-            "parameter 'sequence_id' is not a name", f"1 to {MAX_ID} printable characters, no slash"
-        )
-    return name
+    """A session's name from JSON: a positive integer or a string that `NAME_PATTERN` matches."""
+    if type(value) is float and value.is_integer():
+        value = int(value)
+    if type(value) is int and 0 < value <= MAX_NUMBER:
+        return str(value)
+    if type(value) is str and _is_name(value):
+        return value
+    raise HamletError(
+        f"'{value!s:.40}' cannot be the sequence_id of a session",
+        f"a number from 1 to {MAX_NUMBER}, or {NAME_PATTERN}",
+    )
 
 
-def seed_of(parameters: dict[str, Any]) -> int | None:
-    seed = parameters.get("seed")
-    if seed is not None and (type(seed) is not int or not 0 <= seed < RNG_RANGE):
-        raise HamletError("'seed' is not an integer in range", f"0 to {RNG_RANGE - 1}")
-    return seed
+def whole(parameters: dict[str, Any], name: str, low: int, high: int) -> int | None:
+    """An integer parameter; None if it is not given."""
+    if name not in parameters:
+        return None
+    value = parameters[name]
+    if type(value) is float and value.is_integer():  # JSON does not tell 1 from 1.0
+        value = int(value)
+    if type(value) is not int or not low <= value <= high:
+        raise HamletError(f"'{name}' is not an integer from {low} to {high}")
+    return value
 
 
 def flag(parameters: dict[str, Any], name: str) -> bool:
@@ -250,13 +252,14 @@ def _arrays(ask: Ask, model: Model, inputs: list[Any], binary: memoryview) -> No
             raise HamletError(f"input '{name}' is given twice")
         field = model.described[name]
         shape = entry.get("shape")
-        rows = shape[0] if type(shape) is list and shape else 0
         if (
             entry.get("datatype") != field.datatype
-            or type(rows) is not int
+            or type(shape) is not list
+            or type(shape[0] if shape else None) is not int
             or tuple(shape[1:]) != field.shape
         ):
             raise _misfit(field, entry)
+        rows = shape[0]
         if not 0 < rows <= model.max_batch:
             raise HamletError(f"input '{name}' has {rows} rows", f"1 to {model.max_batch}")
         if ask.feeds and rows != ask.rows:
@@ -306,7 +309,11 @@ def _packed(field: Field, data: Any, rows: int) -> bytes:
             f"input '{field.name}' has {len(data)} numbers, its shape says {rows * field.size}"
         )
     types, pack = _PACKERS[field.dtype]
-    if set(map(type, data)) <= types:
+    found = set(map(type, data))
+    if found == {int, float} or found == {float}:  # JSON does not tell 1 from 1.0
+        data = [int(x) if x == x // 1 else x for x in data] if int in types else data
+        found = set(map(type, data))
+    if found <= types:
         try:
             return pack(data)
         except (ValueError, OverflowError):

@@ -7,16 +7,19 @@ registry or the disk may no longer have.
 from __future__ import annotations
 
 import json
-import tempfile
 import time
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pipeline.files import HamletError, atomic_path, write_json
+from pipeline.files import HamletError, atomic_path
 from pipeline.serving.agent import OnnxAgent
 from pipeline.serving.engine import Engine, Session
+
+# What reading a file that holds no sessions may raise.
+_NONE = (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, zipfile.BadZipFile)
 
 
 def save(engine: Engine, path: Path) -> int:
@@ -61,7 +64,7 @@ def restore(engine: Engine, path: Path) -> int:
             arrays = {name: file[name] for name in file.files}
         heads = json.loads(arrays["head"].tobytes())
         restored = [_restore(engine, head, arrays) for head in heads]
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+    except _NONE as error:
         raise HamletError(
             f"{path} does not hold sessions ({type(error).__name__})", "delete it or name another"
         ) from None
@@ -73,11 +76,9 @@ def restore(engine: Engine, path: Path) -> int:
 
 def _restore(engine: Engine, head: dict[str, Any], arrays: dict[str, Any]) -> list[Session]:
     number = head["number"]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "agent.onnx"
-        path.write_bytes(arrays[f"{number}/onnx"].tobytes())
-        write_json(path.with_name("agent.onnx.json"), head["card"])
-        model = engine.prepare(OnnxAgent(path), head["version"])
+    source = arrays[f"{number}/onnx"].tobytes()
+    version = head["version"]
+    model = engine.prepare(OnnxAgent.of(source, head["card"], f"agent {version}"), version)
     engine.add(model)
     now = time.monotonic()
     sessions = []

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipeline.files import HamletError, write_json
+from pipeline.files import HamletError
 from pipeline.serving.agent import OnnxAgent
 
 REGISTRY = re.compile(r"models:/([^/@]+)(?:@([\w.-]+)|/(\d+))")
@@ -105,12 +105,10 @@ class RegistrySource:
                 card = self._mlflow.models.get_model_info(local).metadata["card"]
             except Exception as error:
                 raise HamletError(f"{place} cannot be loaded ({_reason(error)})") from None
-            path = Path(local) / "model.onnx"
             card = json.loads(card)
             if found.tags.get("sha256") != card["sha256"]:
                 raise HamletError(f"{place} holds another agent than its tag says")
-            write_json(path.with_name("model.onnx.json"), card)
-            return OnnxAgent(path), version
+            return OnnxAgent.of((Path(local) / "model.onnx").read_bytes(), card, place), version
 
     def _client(self) -> Any:
         if self.uri.startswith("sqlite:///") and not Path(self.uri[10:]).is_file():

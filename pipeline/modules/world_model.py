@@ -140,7 +140,7 @@ class WorldModel(nn.Module):
         spread, latent_spread = log_std.split([self.places, self.latent], -1)
         meters, rest = (known_state + d_known).split([METERS, self.shape.self_dim - METERS], -1)
         age = rest[..., self.shape.self_names.index("age") - METERS, None]
-        ends = torch.cat([50 * meters.clamp(-0.02, 1), 250 * (1 - age).clamp(0, 1)], -1)
+        ends = torch.cat([50 * meters.clamp(-0.02, 1.0), 250 * (1 - age).clamp(0, 1)], -1)
         cont = cont + self.survival(10 * (-ends).exp())
         meters = meters.clamp(0, 1)
         products = (meters.unsqueeze(-1) * meters.unsqueeze(-2)).flatten(-2)

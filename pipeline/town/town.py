@@ -9,6 +9,8 @@ compile with `fullgraph=True`.
 from __future__ import annotations
 
 import math
+import os
+import shutil
 from collections.abc import Callable
 from functools import reduce
 from typing import Any
@@ -59,7 +61,10 @@ def compiled(function: Callable) -> Callable:
     """`torch.compile` with what suits functions of a town's state and nothing else.
 
     The constants of a town never change, so only the tensors are guarded; that the tables' indices
-    are within bounds is known; loops over all agents may be long.
+    are within bounds is known; loops over all agents may be long. And a compiler that is called
+    g++ is told by inductor not to vectorise loops, which also hits those inside its own vector
+    types (loads of bools, gathers): the same compiler by its other name, c++, makes code that is
+    up to six times as fast.
     """
     options: dict[str, Any] = {
         "guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe,
@@ -69,6 +74,8 @@ def compiled(function: Callable) -> Callable:
         "cpp.max_horizontal_fusion_size": 64,
         "cpp_wrapper": True,
     }
+    if "CXX" not in os.environ and shutil.which("c++"):
+        options["cpp.cxx"] = (None, "c++")
     return torch.compile(function, fullgraph=True, options=options)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pipeline.town import personalities
 from pipeline.town.config import Pack, PackError, load_pack
+from pipeline.town.planner import Planner
 from pipeline.town.players import Scripted
 from pipeline.town.town import Town
 
@@ -33,7 +34,7 @@ HELD_OUT_LAYOUTS = 1_000_003  # layout seed of everything that is reported
 
 @torch.no_grad()
 def play(
-    town: Town, players: Scripted, seed: int, worlds: int, repeat: int = 1
+    town: Town, players: Scripted | Planner, seed: int, worlds: int, repeat: int = 1
 ) -> dict[str, Tensor]:
     """One life in each of `worlds` worlds, each played `repeat` times side by side.
 

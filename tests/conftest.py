@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 from copied_repo import Repo, tail, working_tree
+from filelock import FileLock
+
+WORKER = os.environ.get("PYTEST_XDIST_WORKER")
+if WORKER:  # side by side, processes that each take all cores wait for one another
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Repo:
     """The repository after one `dvc repro` with tiny.yaml. Tests that change it take a `copy`."""
-    path = tmp_path_factory.mktemp("tiny") / "hamlet"
+    base = tmp_path_factory.getbasetemp()
+    if not WORKER:
+        return pipeline(base / "tiny")
+    with FileLock(base.parent / "tiny.lock"):
+        made = pipeline(base.parent / "tiny")
+    shutil.copytree(made.path, base / "tiny", symlinks=True)
+    return Repo(base / "tiny")
+
+
+def pipeline(path: Path) -> Repo:
+    """What `dvc repro` made at `path`; made now, unless another worker has."""
+    repo, log = Repo(path), path / "repro.log"
+    if log.exists():
+        return repo
     path.mkdir()
     working_tree(path)
-    repo = Repo(path)
     (path / "dvc.lock").unlink(missing_ok=True)
     done = repo.run("dvc", "repro", check=False)
     if done.returncode:
         pytest.fail(f"dvc repro ended with {done.returncode}\n{tail(done)}", pytrace=False)
-    (path / "repro.log").write_text(done.stdout + done.stderr)
+    log.write_text(done.stdout + done.stderr)
     return repo
 
 

@@ -332,6 +332,7 @@ TICKS = 50  # of a life
 LIVES = 100  # different ones
 RELOAD_SECONDS = 30.0
 MALFORMED = 100  # one request in so many
+NAMELESS = "soak-........."
 
 
 def another(path: Path, folder: Path) -> Path:
@@ -383,32 +384,46 @@ class Judge:
         self.versions: dict[str, int] = dict.fromkeys(expected, 0)
         self._names = itertools.count()
         self._turns = itertools.count(1)
+        # Requests are prepared, with a name of the right length to be replaced, and so are answers.
+        self._first = [
+            [json_request(o, sequence_id=NAMELESS, sequence_start=True, seed=i) for o in seen]
+            for i in range(LIVES)
+        ]
+        self._next = [json_request(o, sequence_id=NAMELESS) for o in seen]
+        self._last = [json_request(o, sequence_id=NAMELESS, sequence_end=True) for o in seen]
+        self._answers = {
+            (
+                f'{{"model_name":"hamlet-agent","model_version":"{version}","outputs":[{{"name":'
+                f'"action","datatype":"INT64","shape":[1],"data":[{action}]}}]}}'
+            ).encode(): (version, action)
+            for version in expected
+            for action in range(32)
+        }
 
-    def talk(self, request: Request) -> Talk:
+    def talk(self) -> Talk:
         while True:
             number = next(self._names)
-            life, name = number % LIVES, f"soak-{number}"
+            life, name = number % LIVES, b"soak-%09d" % number
             version = ""
             for tick in range(TICKS):
                 while next(self._turns) % MALFORMED == 0:
-                    response = yield self._nonsense(name)
+                    response = yield self._nonsense(name.decode())
                     self.malformed += 1
                     if not response.startswith(b"HTTP/1.1 4"):
                         self.wrong.append(f"nonsense was answered with {response[:200]!r}")
-                start, end = tick == 0, tick == TICKS - 1
-                more = {"seed": life} if start else {}
-                response = yield request(
-                    self.seen[(life + tick) % len(self.seen)],
-                    sequence_id=name, sequence_start=start, sequence_end=end, **more,
-                )  # fmt: skip
-                if not response.startswith(b"HTTP/1.1 200"):
-                    self.wrong.append(f"{name} tick {tick}: {response[:300]!r}")
+                at = (life + tick) % len(self.seen)
+                if tick == 0:
+                    request = self._first[life][at]
+                else:
+                    request = (self._last if tick == TICKS - 1 else self._next)[at]
+                response = yield request.replace(NAMELESS.encode(), name)
+                answer = self._answers.get(response[response.find(b"\r\n\r\n") + 4 :])
+                if answer is None or not response.startswith(b"HTTP/1.1 200"):
+                    self.wrong.append(f"{name!r} tick {tick}: {response[:300]!r}")
                     break
-                body = json.loads(response.partition(b"\r\n\r\n")[2])
-                version = version or body["model_version"]
-                got = (body["model_version"], body["outputs"][0]["data"][0])
-                if got != (version, self.expected[version][life][tick]):
-                    self.wrong.append(f"{name} tick {tick}: {got}, begun on {version}")
+                version = version or answer[0]
+                if answer != (version, self.expected[version][life][tick]):
+                    self.wrong.append(f"{name!r} tick {tick}: {answer}, begun on {version}")
                 self.ticks += 1
             self.lives += 1
             self.versions[version] = self.versions.get(version, 0) + 1
@@ -448,7 +463,7 @@ def soak(path: Path, minutes: float) -> dict[str, Any]:
             raise SystemExit("both agents act alike: a mixed version could not be seen")
         with hamlet(served) as (port, process):
             judge = Judge(seen, expected)
-            peak = load("127.0.0.1", port, [judge.talk(json_request) for _ in range(64)], 8.0)
+            peak = load("127.0.0.1", port, [judge.talk() for _ in range(64)], 8.0)
             rate = 0.8 * peak["requests_per_s"]
             print(f"peak {peak['requests_per_s']:.0f} requests/s, soak at {rate:.0f}", flush=True)
             over = threading.Event()
@@ -466,7 +481,7 @@ def soak(path: Path, minutes: float) -> dict[str, Any]:
             thread.start()
             judge = Judge(seen, expected)
             judge._names = itertools.count(10_000_000)
-            talks = [judge.talk(json_request) for _ in range(64)]
+            talks = [judge.talk() for _ in range(64)]
             try:
                 found = load("127.0.0.1", port, talks, 60 * minutes, rate)
             finally:

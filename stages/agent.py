@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pipeline.export.frozen import load_frozen, tensor_schema
 from pipeline.export.onnx import OPSET, export_mind
+from pipeline.export.triton import write_repository
 from pipeline.files import HamletError, write_card, write_json
 from pipeline.modules.agent import AgentState, FrozenPolicy, Mind, Thoughts
 from pipeline.modules.contracts import (
@@ -124,6 +125,7 @@ def main() -> None:
         )
 
         agent = OnnxAgent(paths.AGENT)
+        write_repository(paths.AGENT, agent.card, paths.TRITON)
         state = blank(worlds * shape.num_agents, *sizes)
         theirs = {batch: agent.start(batch) for batch in PARITY_BATCHES}
         for started in theirs.values():

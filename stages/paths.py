@@ -10,6 +10,7 @@ WORLD_MODEL = ARTIFACTS / "world_model.pt2"
 SOCIAL = ARTIFACTS / "social.pt2"
 POLICY = {part: ARTIFACTS / f"policy_{part}.pt2" for part in ("prior", "ended", "weigh", "act")}
 AGENT = ARTIFACTS / "agent.onnx"
+TRITON = ARTIFACTS / "triton"
 PROVER = ARTIFACTS / "prover"
 PROVER_ONNX = ARTIFACTS / "prover.onnx"
 REPORT = ARTIFACTS / "REPORT.md"

@@ -78,6 +78,7 @@ class RegistrySource:
         self.name, self.model, self.alias, self.version = uri, model, alias, version
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
         try:
             import mlflow.tracking
         except ImportError:
@@ -87,15 +88,16 @@ class RegistrySource:
             ) from None
         self.uri = os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
         self._mlflow: Any = mlflow
+        self._file: int | None = None  # which SQLite file was read last
 
     def look(self) -> str:
         if self.version is not None:
             return self.version
-        return str(self._asked(self._client().get_model_version_by_alias, self.alias).version)
+        return str(self._asked("get_model_version_by_alias", self.alias).version)
 
     def fetch(self) -> tuple[OnnxAgent, str]:
         version = self.look()
-        found = self._asked(self._client().get_model_version, version)
+        found = self._asked("get_model_version", version)
         with tempfile.TemporaryDirectory() as folder:
             place = f"models:/{self.model}/{version}"
             self._mlflow.set_tracking_uri(self.uri)
@@ -111,14 +113,24 @@ class RegistrySource:
             return OnnxAgent.of((Path(local) / "model.onnx").read_bytes(), card, place), version
 
     def _client(self) -> Any:
-        if self.uri.startswith("sqlite:///") and not Path(self.uri[10:]).is_file():
-            # MLflow would make an empty one.
-            raise HamletError(f"{self.uri[10:]} is missing", "set MLFLOW_TRACKING_URI")
-        return self._mlflow.tracking.MlflowClient(self.uri, registry_uri=self.uri)
-
-    def _asked(self, question: Any, key: str | None) -> Any:
+        if not self.uri.startswith("sqlite:///"):
+            return self._mlflow.tracking.MlflowClient(self.uri, registry_uri=self.uri)
         try:
-            return question(self.model, key)
+            file = os.stat(self.uri[10:]).st_ino
+        except OSError:
+            # MLflow would make an empty one.
+            raise HamletError(f"{self.uri[10:]} is missing", "set MLFLOW_TRACKING_URI") from None
+        client = self._mlflow.tracking.MlflowClient(self.uri, registry_uri=self.uri)
+        if self._file not in (None, file):  # its connections still read the file that was there
+            client._get_registry_client().store.engine.dispose()
+        self._file = file
+        return client
+
+    def _asked(self, question: str, key: str | None) -> Any:
+        try:
+            return getattr(self._client(), question)(self.model, key)
+        except HamletError:
+            raise
         except Exception as error:  # whatever MLflow, SQLite or the network say
             raise HamletError(f"{self.name} is not to be had ({_reason(error)})") from None
 

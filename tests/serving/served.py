@@ -79,6 +79,13 @@ class Served:
                 return told
             assert told["event"] != "closed", self.log
 
+    def first(self, event: str) -> dict[str, Any]:
+        """The first line of the log with this event, also one from before the socket was open."""
+        for told in list(self.log):
+            if told["event"] == event:
+                return told
+        return self.wait(event)
+
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Signal it and wait for its end; returns its exit code."""
         if self.process.poll() is None:

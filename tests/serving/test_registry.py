@@ -1,0 +1,110 @@
+"""Served from MLflow's registry: the alias moves, points nowhere, and MLflow goes away."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+from served import Served
+
+from pipeline.files import check_card
+from pipeline.serving.agent import OnnxAgent
+
+CHAMPION = "models:/hamlet-agent@champion"
+
+
+@pytest.fixture
+def registry(agent, other, tmp_path, monkeypatch):
+    """A repository whose registry holds two agents: 1 is `agent`, 2 `other`, the champion 1."""
+    mlflow = pytest.importorskip("mlflow")
+    from pipeline import tracking
+    from stages import register
+
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "DVC_ROOT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HAMLET_EXECUTION", "once")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".dvc").mkdir()
+    with tracking.stage_run("register") as run:
+        for path in (agent, other):
+            candidate = register.Candidate(tracking.MODEL, path, check_card(path), {}, [])
+            register.log_model(run, candidate)
+    client = tracking.client()
+    client.set_registered_model_alias("hamlet-agent", "champion", "1")
+    yield client
+    mlflow.set_tracking_uri(None)
+    mlflow.set_registry_uri(None)
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+def test_the_alias_moves_and_sessions_stay(registry, agent, other, seen):
+    hashes = {str(i): OnnxAgent(p).card["sha256"] for i, p in enumerate((agent, other), 1)}
+    with Served(CHAMPION, env=environment()) as server:
+        assert server.first("loaded")["sha256"] == hashes["1"]
+        first = server.tick(seen[0], "old", sequence_start=True).json
+        assert first["model_version"] == "1"
+        registry.set_registered_model_alias("hamlet-agent", "champion", "2")
+        assert server.wait("loaded", 60)["sha256"] == hashes["2"]
+        assert server.tick(seen[1], "old").json["model_version"] == "1"
+        assert server.tick(seen[0], "new", sequence_start=True).json["model_version"] == "2"
+        path = "/v2/models/hamlet-agent/versions/2/ready"
+        assert server.ask("GET", path).status == 200
+        registry.set_registered_model_alias("hamlet-agent", "champion", "1")  # roll back
+        server.wait("loaded", 60)
+        assert server.tick(seen[0], "newer", sequence_start=True).json["model_version"] == "1"
+        assert server.tick(seen[1], "new").json["model_version"] == "2"
+
+        # An alias that points nowhere, then a registry that is no database any more.
+        registry.delete_registered_model_alias("hamlet-agent", "champion")
+        assert "is not to be had" in server.wait("not loaded", 60)["error"]
+        assert server.tick(seen[2], "old").status == 200
+        assert server.ask("GET", "/v2/health/ready").status == 200
+        Path("mlflow.db").rename("away.db")
+        assert "mlflow.db is missing" in server.wait("not loaded", 60)["error"]
+        Path("mlflow.db").write_bytes(b"nonsense" * 1000)
+        assert "is not to be had" in server.wait("not loaded", 60)["error"]
+        assert server.tick(seen[3], "old").status == 200
+        assert server.tick(seen[0], "newest", sequence_start=True).status == 200
+
+        # It comes back, with the other agent.
+        registry._tracking_client.store.engine.dispose()
+        shutil.copy("away.db", "mended.db")
+        with sqlite3.connect("mended.db") as database:
+            database.execute(
+                "INSERT INTO registered_model_aliases (alias, version, name) "
+                "VALUES ('champion', 2, 'hamlet-agent')"
+            )
+        os.replace("mended.db", "mlflow.db")
+        server.wait("loaded", 60)
+        assert server.tick(seen[0], "last", sequence_start=True).json["model_version"] == "2"
+        assert server.tick(seen[4], "old").json["model_version"] == "1"
+
+
+def test_a_registry_that_is_not_there_is_waited_for(registry, seen):
+    Path("mlflow.db").rename("away.db")
+    with Served(CHAMPION, env=environment()) as server:
+        assert "mlflow.db is missing" in server.first("not loaded")["error"]
+        assert server.ask("GET", "/v2/health/live").status == 200
+        for answer in (
+            server.ask("GET", "/v2/health/ready"),
+            server.tick(seen[0], "early", sequence_start=True),
+        ):
+            assert answer.status == 503
+            assert "retry-after" in {name.lower() for name in answer.headers}
+        Path("away.db").rename("mlflow.db")
+        server.wait("loaded", 60)
+        assert server.ask("GET", "/v2/health/ready").status == 200
+        assert server.tick(seen[0], "early", sequence_start=True).status == 200
+
+
+def test_one_version_by_its_number(registry, seen):
+    with Served("models:/hamlet-agent/2", env=environment()) as server:
+        server.first("loaded")
+        answer = server.tick(seen[0], "a", sequence_start=True)
+        assert answer.json["model_version"] == "2"

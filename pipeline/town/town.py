@@ -247,7 +247,11 @@ class Town:
         zero = torch.zeros_like(world)
         fresh = self._fresh(torch.full_like(world, seed), world, zero, zero == 0)
         blank = self._blank(num_worlds)
-        return self._pack_state(self._with_cues({n: v + fresh[n] for n, v in blank.items()}))
+        fields = self._with_cues({name: value + fresh[name] for name, value in blank.items()})
+        if self._cases is not None:
+            fields["next_case"] = torch.full_like(world, num_worlds)
+            fields["over"] = world >= self._cases
+        return self._pack_state(fields)
 
     def _fresh(
         self, seed: Tensor, world: Tensor, episode: Tensor, which: Tensor
@@ -388,26 +392,41 @@ class Town:
         case after `eval`.
         """
         now = self._tick(self._unpack_state(state), actions, gated=True)
-        told = ("reward", "done", "died", "retired", "episode_over")
-        return self._pack_state(self._with_cues(self._renewed(now, now["over"], told)))
+        kept = ("reward", "done", "died", "retired", "episode_over")
+        if self._cases is None:
+            merged = self._renewed(now, now["over"], now["world"], now["episode"] + 1, kept)
+        else:
+            turn = now["episode_over"].long().cumsum(0)
+            world = now["next_case"] + turn - 1
+            begins = now["episode_over"] & (world < self._cases)
+            now["next_case"] = now["next_case"] + turn[-1]
+            merged = self._renewed(now, begins, world, torch.zeros_like(world), kept)
+        return self._pack_state(self._with_cues(merged))
 
     def renew(self, state: TensorDict, which: Tensor) -> TensorDict:
         """The state with the next life begun in the worlds of the mask `which`, bool [B]."""
         fields = self._unpack_state(state)
-        begun = self._with_cues(self._renewed(fields, which))
+        begun = self._renewed(fields, which, fields["world"], fields["episode"] + 1)
+        begun = self._with_cues(begun)
         return self._pack_state(
             {name: torch.where(which, begun[name], value) for name, value in fields.items()}
         )
 
     def _renewed(
-        self, fields: dict[str, Tensor], which: Tensor, kept: tuple[str, ...] = ()
+        self,
+        fields: dict[str, Tensor],
+        which: Tensor,
+        world: Tensor,
+        episode: Tensor,
+        kept: tuple[str, ...] = (),
     ) -> dict[str, Tensor]:
-        """The fields with the next life begun where `which`, except those `kept`; no cues yet."""
-        fresh = self._fresh(fields["seed"], fields["world"], fields["episode"] + 1, which)
-        same = (*kept, "seed", "world")
-        return {
-            name: value if name in same else torch.where(which, fresh[name], value)
-            for name, value in fields.items()
+        """The fields with another life begun where `which`, except those `kept`; no cues yet."""
+        fresh = self._fresh(fields["seed"], world, episode, which)
+        fresh = {name: value for name, value in fresh.items() if name not in kept}
+        return fields | {
+            name: torch.where(which, value, fields[name])
+            for name, value in fresh.items()
+            if value is not fields[name]
         }
 
     def step_reference(self, state: TensorDict, actions: Tensor) -> TensorDict:

@@ -23,7 +23,7 @@ from pipeline.serving.agent import Decision, OnnxAgent
 from pipeline.serving.metrics import Metrics
 from pipeline.serving.model import RNG_RANGE, Model
 
-MAX_BATCH = 64  # rows; larger ones cost as much per row
+MAX_BATCH = 32  # rows; more are not much cheaper each, and all wait for the last
 MAX_QUEUE = 2048  # requests waiting, of all sessions together
 MAX_QUEUE_OF_ONE = 16  # requests of one session waiting for one another
 INLINE_ROWS = 2  # so few rows, one after another, run faster than a thread is woken

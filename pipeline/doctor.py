@@ -26,7 +26,8 @@ EXTRAS = {
         *("torch", "tensordict", "onnx", "onnxscript", "dvc", "mlflow", "filelock", "psutil"),
         *("pyyaml", "pillow"),
     ],
-    "dev": ["pytest", "hypothesis", "ruff", "mypy"],
+    "serve": ["uvicorn", "httptools", "orjson"],
+    "dev": ["pytest", "hypothesis", "ruff", "mypy", "tritonclient", "schemathesis"],
 }
 # y = x + x on two floats, ir 8, opset 13; written by onnx.helper.
 _DOUBLING = (

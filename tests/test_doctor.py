@@ -76,6 +76,7 @@ def test_the_extras_are_those_of_the_distribution():
     extras = project["optional-dependencies"]
     assert set(doctor.EXTRAS["core"]) == names(project["dependencies"])
     assert set(doctor.EXTRAS["train"]) == names(extras["train"])
+    assert set(doctor.EXTRAS["serve"]) == names(extras["serve"])
     assert set(doctor.EXTRAS["dev"]) == names(extras["dev"])
 
 

@@ -27,7 +27,9 @@ EXTRAS = {
         *("pyyaml", "pillow"),
     ],
     "serve": ["uvicorn", "httptools", "orjson"],
-    "dev": ["pytest", "hypothesis", "ruff", "mypy", "tritonclient", "schemathesis"],
+    "dev": [
+        *("pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "tritonclient", "schemathesis"),
+    ],
 }
 # y = x + x on two floats, ir 8, opset 13; written by onnx.helper.
 _DOUBLING = (

@@ -46,7 +46,6 @@ from pipeline.proofs.ranking import Questions, evaluate_scores, pose, sampled_ne
 RESULTS = Path(__file__).parent / "results" / "proofs.json"
 REFERENCE_TRANSITIONS = 835.0
 REFERENCE_CANDIDATES = 45.0
-MAX_QUERIES = 10_000  # candidates that the speed is measured on, at most
 RL_ONLY = TrainConfig(imitation_steps=0, ppo_steps=60, ppo_learning_rate=1e-3)
 
 
@@ -57,6 +56,7 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=8, help="rounds of forward chaining")
     parser.add_argument("--no-speed", action="store_true", help="leave speed and memory out")
+    parser.add_argument("--queries", type=int, default=10_000, help="to measure the speed with")
     parser.add_argument("--compile", action="store_true", help="compile the search (a minute)")
     parser.add_argument("--no-rl-only", action="store_true", help="leave RL alone out")
     parser.add_argument("--threads", type=int, default=2)
@@ -178,7 +178,7 @@ def speed(world: ProofWorld, options: argparse.Namespace) -> dict:
     keys = derivable(world, questions)
     result: dict = {"threads": options.threads, "compile_seconds": 0.0}
     if len(keys):
-        some = keys[torch.randperm(len(keys))[:MAX_QUERIES]]
+        some = keys[torch.randperm(len(keys))[: options.queries]]
         queries = to_triples(some, graph.num_entities)
         queries = queries.repeat(-(-8 * slots // len(queries)), 1)  # no half-empty slots
         step = fused_step(world, Searcher(prover), options.compile)

@@ -317,7 +317,10 @@ def test_a_graph_of_wordnets_size_fits_into_four_gigabytes(tmp_path):
     """Training and search over 87,000 facts and 40,000 entities, in a process of its own."""
     file = tmp_path / "numbers.json"
     subprocess.run(
-        [sys.executable, "-m", "benchmarks.proofs", "synthetic", "--seeds", "0", "--json", file],
+        [
+            *(sys.executable, "-m", "benchmarks.proofs", "synthetic"),
+            *("--seeds", "0", "--queries", "1000", "--json", str(file)),
+        ],
         cwd=Path(__file__).parents[2],
         check=True,
         capture_output=True,

@@ -28,6 +28,7 @@ import torch
 from pipeline.files import HamletError, read_json, write_json
 from pipeline.learning.rollout import fused_step
 from pipeline.learning.train_prover import (
+    Proven,
     Searcher,
     Student,
     TrainConfig,
@@ -186,7 +187,8 @@ def speed(world: ProofWorld, options: argparse.Namespace) -> dict:
         if options.compile:  # another number of queries would be another graph
             prove_all(world, prover, queries, slots, step)
             result["compile_seconds"] = time.perf_counter() - began
-        runs, began = [], time.perf_counter()
+        began = time.perf_counter()
+        runs: list[Proven] = []
         while not runs or time.perf_counter() - began < 10.0:
             runs.append(prove_all(world, prover, queries, slots, step))
         best = min(runs, key=lambda found: found.seconds)

@@ -45,8 +45,10 @@ def load_dataset(params: Params) -> Recorded:
     shape = TownShape.from_dict(card["town"])
     validate_observation(data, shape)
     worlds = torch.arange(data.shape[1])
-    parts = worlds.tensor_split((card["worlds"], card["worlds"] + card["held_out_worlds"]))
-    return Recorded(data, *parts, shape, card)
+    training, held_out, mortal = worlds.tensor_split(
+        (card["worlds"], card["worlds"] + card["held_out_worlds"])
+    )
+    return Recorded(data, training, held_out, mortal, shape, card)
 
 
 def load_beliefs(recorded: Recorded, perceive: Any, card: dict[str, Any]) -> TensorDict:

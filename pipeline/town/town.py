@@ -60,8 +60,9 @@ def together(parts: list[Tensor]) -> Tensor:
 def compiled(function: Callable) -> Callable:
     """`torch.compile` with what suits functions of a town's state and nothing else.
 
-    The constants of a town never change, so only the tensors are guarded; that the tables' indices
-    are within bounds is known; loops over all agents may be long. And a compiler that is called
+    The constants of a town never change, so only the tensors are guarded, and what is compiled for
+    one town is kept apart from what is compiled for another; that the tables' indices are within
+    bounds is known; loops over all agents may be long. And a compiler that is called
     g++ is told by inductor not to vectorise loops, which also hits those inside its own vector
     types (loads of bools, gathers): the same compiler by its other name, c++, makes code that is
     up to six times as fast.
@@ -76,7 +77,13 @@ def compiled(function: Callable) -> Callable:
     }
     if "CXX" not in os.environ and shutil.which("c++"):
         options["cpp.cxx"] = (None, "c++")
-    return torch.compile(function, fullgraph=True, options=options)
+
+    def apart(*inputs: Any) -> Any:
+        return function(*inputs)
+
+    # Dynamo keeps its graphs with the code object: this function gets one of its own.
+    apart.__code__ = apart.__code__.replace()
+    return torch.compile(apart, fullgraph=True, options=options)
 
 
 class Town:

@@ -22,7 +22,7 @@ from stages import paths
 from stages.collect import make_town
 from stages.common import progress, stage
 
-TOLERANCE = 1e-4
+TOLERANCE = 1e-4  # absolute up to 1, relative beyond
 SPLITS = 1e-4  # share of agent-ticks in which the two runtimes may break a tie differently
 PARITY_BATCHES = (1, 7, 256)
 OUTPUTS = (
@@ -202,10 +202,14 @@ class Parity:
 
 
 def difference(a: Tensor, b: Tensor) -> float:
-    """Largest absolute difference; entries that forbid an action count as equal."""
+    """Largest difference, relative to numbers beyond 1 (an imagined return may be 30).
+
+    Entries that forbid an action count as equal.
+    """
     a, b = a.double(), b.double()
+    gap = (a - b).abs() / a.abs().clamp_min(1.0)
     both_forbidden = (a < -1e30) & (b < -1e30)
-    return torch.where(both_forbidden, 0.0, (a - b).abs()).amax().item() if a.numel() else 0.0
+    return torch.where(both_forbidden, 0.0, gap).amax().item() if a.numel() else 0.0
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def world_model_loss(model: WorldModel, window: TensorDict) -> tuple[Tensor, dic
         bce = F.binary_cross_entropy_with_logits
         parts = {
             "mean": weighted_mean(squared("mean"), survived),
-            "log_std": weighted_mean(squared("log_std"), survived) * 0.2,
+            "log_std": weighted_mean(squared("log_std"), survived),
             "known_state": weighted_mean(squared("known_state"), survived) * 4,
             "reward": weighted_mean(squared("reward"), weight),
             "continue": weighted_mean(

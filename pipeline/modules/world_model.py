@@ -14,9 +14,6 @@ from torch.nn import functional as F
 
 from pipeline.modules.contracts import METERS, TownShape
 
-HOURS = 24
-PROGRESS = 12  # ticks of use that are told apart
-
 
 class Prediction(NamedTuple):
     """One predicted tick; [E, .] for the members, [.] for their mean."""
@@ -47,11 +44,6 @@ class EnsembleLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(members, 1, outputs).uniform_(-bound, bound))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.bias.shape[-1] == 1:
-            # With a second column: ONNX Runtime's product with a single one depends, in the last
-            # bit, on how many rows there are.
-            weight, bias = F.pad(self.weight, (0, 1)), F.pad(self.bias, (0, 1))
-            return torch.baddbmm(bias, x, weight)[..., :1]
         return torch.baddbmm(self.bias, x, self.weight)
 
 
@@ -65,8 +57,6 @@ class WorldModel(nn.Module):
         members: E.
     """
 
-    hours: Tensor
-    ticks: Tensor
     scale: Tensor
     disagreement_scale: Tensor
     novel_threshold: Tensor
@@ -77,16 +67,7 @@ class WorldModel(nn.Module):
         self.places = 2 * shape.num_affordances
         d, k, a = self.places + latent, shape.self_dim, shape.num_actions
         self.sizes = [d, self.places, k, 1, 1, 1, a]
-        f = shape.num_affordances
-        inputs = d + self.places + k + 3 * f + a
-        # What the rules of use look like to each member, as log-odds of every affordance: being
-        # open at an hour, being affordable at the meters' levels, being done after so many ticks.
-        self.open = nn.Parameter(torch.zeros(members, HOURS, f))
-        self.affordable = EnsembleLinear(members, METERS, f)
-        self.done = nn.Parameter(torch.zeros(members, PROGRESS, f))
-        # Rewards are products of meters in most packs; a life ends with a meter, or with age.
-        self.reward = EnsembleLinear(members, METERS * METERS + METERS, 1)
-        self.survival = EnsembleLinear(members, METERS + 1, 1)
+        inputs = d + self.places + k + shape.num_affordances + a
         self.layers = nn.ModuleList(
             [
                 EnsembleLinear(members, inputs, width),
@@ -94,9 +75,6 @@ class WorldModel(nn.Module):
                 EnsembleLinear(members, width, sum(self.sizes)),
             ]
         )
-        angle = torch.arange(HOURS) * (2 * torch.pi / HOURS)
-        self.register_buffer("hours", torch.stack([angle.sin(), angle.cos()]))
-        self.register_buffer("ticks", torch.arange(PROGRESS, dtype=torch.float32))
         # Deviation of every predicted number in the training data: the unit of its error.
         self.register_buffer("scale", torch.ones(sum(self.sizes)))
         # Disagreement at which confidence has fallen to 1/e per tick, and that of a novel state.
@@ -104,29 +82,12 @@ class WorldModel(nn.Module):
         self.register_buffer("novel_threshold", torch.tensor(1.0))
 
     def inputs(self, mean: Tensor, log_std: Tensor, known_state: Tensor, action: Tensor) -> Tensor:
-        """float32 [E, B, I] what every member sees of its state and action.
-
-        Beside these themselves: which affordance is underfoot; which is used, that is, tried,
-        open and affordable; and which is done with at this tick.
-        """
         offsets = mean[..., : self.places].unflatten(-1, (-1, 2))
         cells = offsets * offsets.new_tensor([self.shape.width, self.shape.height])
         underfoot = (-4 * cells.square().sum(-1)).exp()
         chosen = F.one_hot(action, self.shape.num_actions).to(mean.dtype)
         spread = log_std[..., : self.places]
-        names = self.shape.self_names
-        clock = torch.stack(
-            [known_state[..., names.index(name)] for name in ("sin_hour", "cos_hour")], -1
-        )
-        # Near 1 at the hour itself, 0.02 one hour away.
-        hour = (115 * (F.normalize(clock, dim=-1) @ self.hours - 1)).exp()
-        used = underfoot * (action == self.shape.action_names.index("INTERACT")).unsqueeze(-1)
-        used = used * torch.bmm(hour, self.open).sigmoid()
-        used = used * (10 * self.affordable(known_state[..., :METERS])).sigmoid()
-        progress = 10 * known_state[..., names.index("progress"), None]
-        ticks = (-4 * (progress - self.ticks).square()).exp()
-        done = used * torch.bmm(ticks, self.done).sigmoid()
-        return torch.cat([mean, spread, known_state, underfoot, used, done, chosen], -1)
+        return torch.cat([mean, spread, known_state, underfoot, chosen], -1)
 
     def members_step(
         self, mean: Tensor, log_std: Tensor, known_state: Tensor, action: Tensor
@@ -139,16 +100,10 @@ class WorldModel(nn.Module):
         d_mean, d_spread, d_known, reward, cont, value, legal = out.split(self.sizes, -1)
         spread, latent_spread = log_std.split([self.places, self.latent], -1)
         meters, rest = (known_state + d_known).split([METERS, self.shape.self_dim - METERS], -1)
-        age = rest[..., self.shape.self_names.index("age") - METERS, None]
-        ends = torch.cat([50 * meters.clamp(-0.02, 1.0), 250 * (1 - age).clamp(0, 1)], -1)
-        cont = cont + self.survival(10 * (-ends).exp())
-        meters = meters.clamp(0, 1)
-        products = (meters.unsqueeze(-1) * meters.unsqueeze(-2)).flatten(-2)
-        reward = reward + self.reward(torch.cat([meters, products], -1))
         return Prediction(
             mean=mean + d_mean,
             log_std=torch.cat([spread + d_spread, latent_spread], -1),
-            known_state=torch.cat([meters, rest], -1),
+            known_state=torch.cat([meters.clamp(0, 1), rest], -1),
             reward=reward.squeeze(-1),
             continue_logit=cont.squeeze(-1),
             value=value.squeeze(-1),

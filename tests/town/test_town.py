@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipeline.town import Scripted, Town, counter_uniform, load_pack
 
@@ -24,20 +28,49 @@ def random_actions(town, state):
     return torch.where(mask, draw, -1.0).argmax(-1)
 
 
-def test_a_step_leaves_its_input_alone(town):
-    state = town.reset(3, 8)
-    before = state.clone()
-    town.step_and_reset_core(state, random_actions(town, state))
+SEEDS = st.integers(0, 2**40)
+
+
+def short_lives(name: str) -> Town:
+    """Lives of at most 30 ticks, so that a few runs see many ends and beginnings."""
+    pack = load_pack(Path(__file__).parent / "zoo.yaml" if name == "zoo" else name)
+    return Town(pack.model_copy(update={"lifespan": 30}), num_layouts=16)
+
+
+SHORT = {name: short_lives(name) for name in ("l4_contention", "zoo")}
+
+
+@pytest.mark.parametrize("name", SHORT)
+@settings(max_examples=10, deadline=None)
+@given(seed=SEEDS, ticks=st.integers(0, 40), reset=st.booleans())
+def test_a_step_leaves_its_input_alone(name, seed, ticks, reset):
+    town = SHORT[name]
+    state = town.reset(seed, 4)
+    for _ in range(ticks):
+        state = town.step_and_reset_core(state, random_actions(town, state))
+    actions = random_actions(town, state)
+    before, asked = state.clone(), actions.clone()
+    step = town.step_and_reset_core if reset else town.step_core
+    step(state, actions)
+    town.observe(state)
     assert (state == before).all()
+    assert torch.equal(actions, asked)
 
 
-def test_a_world_does_not_depend_on_its_neighbours(town):
-    many, one = town.reset(5, 16), town.reset(5, 1, first_world=11)
-    for _ in range(300):
+@pytest.mark.parametrize("name", SHORT)
+@settings(max_examples=5, deadline=None)
+@given(seed=SEEDS, worlds=st.integers(2, 12), data=st.data())
+def test_a_world_is_the_same_bits_in_any_batch(name, seed, worlds, data):
+    """Neither its neighbours nor their number matter: alone it lives as it does in a batch."""
+    town, chosen = SHORT[name], data.draw(st.integers(0, worlds - 1))
+    many, one = town.reset(seed, worlds), town.reset(seed, 1, first_world=chosen)
+    for _ in range(70):
         many = town.step_and_reset_core(many, random_actions(town, many))
         one = town.step_and_reset_core(one, random_actions(town, one))
-        assert (many[11:12] == one).all()
-    assert many["episode"].sum() > 0
+        assert (many[chosen : chosen + 1] == one).all()
+        seen, alone = town.observe(many), town.observe(one)
+        assert (seen[chosen : chosen + 1] == alone).all()
+    assert one["episode"].item() >= 2
 
 
 def test_finished_worlds_freeze_without_reset(town):

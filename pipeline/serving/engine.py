@@ -284,7 +284,8 @@ class Engine:
                 self._leave(item, Refused(404, f"session '{item.session.id}' ended"))
             elif item.deadline < now:
                 self.metrics.late += 1
-                self._leave(item, Refused(504, "the deadline passed before its turn came", retry=1))
+                waited = f"no turn within the timeout of {item.deadline - item.arrived:g} s"
+                self._leave(item, Refused(429, waited, retry=1))
             else:
                 batch.append(item)
         if not batch:

@@ -25,7 +25,7 @@ def document(model: Model) -> Schema:
                     "content": _json("Inferred"),
                 }
             },
-            "400", "404", "408", "409", "413", "415", "429", "503", "504",
+            "400", "404", "408", "409", "413", "415", "429", "503",
         ),
     }  # fmt: skip
     act = {
@@ -49,7 +49,7 @@ def document(model: Model) -> Schema:
                     "content": _json("Acted"),
                 }
             },
-            "400", "404", "408", "409", "413", "415", "429", "503", "504",
+            "400", "404", "408", "409", "413", "415", "429", "503",
         ),
     }  # fmt: skip
     version = {
@@ -127,9 +127,8 @@ def _responses(good: Schema, *errors: str) -> Schema:
         "409": "The session is open already, or on another version.",
         "413": "The body is too large.",
         "415": "Content-Encoding is not supported.",
-        "429": "Too many sessions or requests; Retry-After says when to try again.",
+        "429": "Too many sessions or requests, or no turn in time; Retry-After says when.",
         "503": "No agent is loaded, or the server is going away.",
-        "504": "The deadline passed before the request's turn came; nothing happened.",
     }
     content = _json("Error")
     codes = ("401", "405", *errors)

@@ -151,11 +151,13 @@ class ProofsParams(Section):
 
 
 class CompileParams(Section):
-    """Speed switches that change no result worth speaking of."""
+    """How the policy's PPO runs. Compiling takes a minute or two; then it is twice as fast."""
 
-    rollout: bool = Field(description="torch.compile the policy's rollout step")
-    update: bool = Field(description="torch.compile the policy's loss")
-    precision: Literal["fp32", "bf16"] = Field(description="autocast of the policy's update")
+    rollout: bool = Field(description="torch.compile a tick of play: town, four modules, critic")
+    update: bool = Field(description="torch.compile the forward pass and the loss")
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        description="autocast of rollout and update; auto: bf16 where the processor multiplies it"
+    )
 
 
 with warnings.catch_warnings():

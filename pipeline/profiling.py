@@ -1,6 +1,7 @@
 """Where the time of a training step goes: named regions of the code, and PyTorch's profiler.
 
-Regions cost nothing while nobody profiles, and do not exist in compiled or exported code.
+Regions cost nothing while nobody profiles, and do not exist in compiled or exported code: a
+compiled rollout is one region.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 import torch
 
 REGIONS = (
-    "environment", "expert", "perception", "social", "imagination", "policy", "loss", "optimizer",
-    "data",
+    "rollout", "environment", "expert", "perception", "social", "imagination", "policy", "loss",
+    "optimizer", "data",
 )  # fmt: skip
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from pipeline.export.frozen import freeze, load_frozen
@@ -10,10 +13,38 @@ from pipeline.learning.train_policy import first_state, goal_targets, train_poli
 from pipeline.modules.agent import AgentState, Mind
 from pipeline.modules.contracts import Features, TownShape
 from pipeline.modules.policy import Policy, PolicyAct, PolicyEnded, PolicyPrior, PolicyWeigh
+from pipeline.params import Params
+from pipeline.town import Town
 from stages import paths
 from stages.collect import make_town
 from stages.common import stage
 from stages.log import StageLog
+
+
+def make_mind(
+    params: Params, town: Town
+) -> tuple[Mind, Callable[[int], AgentState], list[dict[str, Any]]]:
+    """The frozen A, B and C with a new D, blank minds of a number of slots, and the cards."""
+    shape, sizes = TownShape.of(town), params.policy
+    perceive, a_card = load_frozen(paths.PERCEPTION, shape.pack_hash)
+    imagine_tick, b_card = load_frozen(paths.WORLD_MODEL, shape.pack_hash)
+    read_others, c_card = load_frozen(paths.SOCIAL, shape.pack_hash)
+    torch.manual_seed(params.seed)
+    policy = Policy(
+        shape,
+        a_card["belief_dim"],
+        sizes.hidden,
+        goal_targets(town),
+        sizes.meta_period,
+        sizes.emergency,
+    )
+    mind = Mind(perceive, imagine_tick, read_others, policy, sizes.candidates, sizes.horizon)
+
+    def blank(slots: int) -> AgentState:
+        dims = a_card["recurrent_dim"], shape.num_others, c_card["recurrent_dim"]
+        return first_state(slots, *dims)
+
+    return mind, blank, [a_card, b_card, c_card]
 
 
 def main() -> None:
@@ -21,26 +52,9 @@ def main() -> None:
         params = s.params.policy
         town = make_town(s.params)
         shape = TownShape.of(town)
-        perceive, a_card = load_frozen(paths.PERCEPTION, shape.pack_hash)
-        imagine_tick, b_card = load_frozen(paths.WORLD_MODEL, shape.pack_hash)
-        read_others, c_card = load_frozen(paths.SOCIAL, shape.pack_hash)
-        torch.manual_seed(s.params.seed)
-        policy = Policy(
-            shape,
-            a_card["belief_dim"],
-            params.hidden,
-            goal_targets(town),
-            params.meta_period,
-            params.emergency,
-        )
-        mind = Mind(perceive, imagine_tick, read_others, policy, params.candidates, params.horizon)
-
-        def blank(slots: int) -> AgentState:
-            return first_state(
-                slots, a_card["recurrent_dim"], shape.num_others, c_card["recurrent_dim"]
-            )
-
-        cards = [a_card, b_card, c_card]
+        mind, blank, cards = make_mind(s.params, town)
+        policy: Any = mind.policy
+        a_card = cards[0]
         folder = s.checkpoint_dir("pipeline", extra=[card["sha256"] for card in cards])
         log = StageLog(s, folder, every=1)
         train_policy(

@@ -32,9 +32,10 @@ from pipeline.learning.losses import (
     value_loss,
     weighted_mean,
 )
+from pipeline.learning.precision import Precision
 from pipeline.learning.returns import gae, vtrace
 from pipeline.learning.rollout import learn
-from pipeline.learning.update import Precision, Update
+from pipeline.learning.update import Update
 
 Objective = Literal["ppo", "impala", "imitation"]
 NEEDED = ("action", "log_prob", "reward", "done")

@@ -17,6 +17,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pipeline.learning.buffer import RolloutBuffer
+from pipeline.learning.compiling import compiled_or_plain
+from pipeline.learning.precision import Precision, autocast
 from pipeline.profiling import region
 
 if TYPE_CHECKING:
@@ -45,11 +47,16 @@ class Player(Protocol):
         ...
 
 
-def fused_step(world: World, player: Player, compile: bool = False) -> Step:
+def fused_step(
+    world: World, player: Player, compile: bool = False, precision: Precision = "fp32"
+) -> Step:
     """`step(state, memory, *context) -> (state, memory, record)`: observe, act, step and reset.
 
     One graph when compiled. The player's modules inside stay uncompiled modules, so new weights are
     seen, and one engine and one set of weights serve rollouts and evaluation. No input is mutated.
+
+    Args:
+        precision: of the player: that of the update which learns from what it did.
     """
 
     @torch.no_grad()
@@ -58,14 +65,14 @@ def fused_step(world: World, player: Player, compile: bool = False) -> Step:
     ) -> tuple[TensorDict, Any, dict[str, Tensor]]:
         with region("environment"):
             seen = world.observe(state)
-        with region("policy"):
+        with region("policy"), autocast(precision, seen.device):
             action, memory, record = player.act(state, seen, memory, *context)
         with region("environment"):
             after = world.step_and_reset_core(state, action)
         memory, answer = player.outcome(state, after, memory)
         return after, memory, record | answer
 
-    return torch.compile(step, fullgraph=True) if compile else step
+    return compiled_or_plain(step) if compile else step
 
 
 def collect(
@@ -82,7 +89,8 @@ def collect(
     """
     buffer.reset()
     for context in contexts or [()] * buffer.ticks:
-        state, memory, record = step(state, memory, *context)
+        with region("rollout"):
+            state, memory, record = step(state, memory, *context)
         with region("data"):
             buffer.add(record)
     return state, memory

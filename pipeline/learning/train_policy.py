@@ -28,6 +28,7 @@ from pipeline.learning.losses import (
     value_loss,
     weighted_mean,
 )
+from pipeline.learning.precision import Precision, best_precision
 from pipeline.learning.returns import gae
 from pipeline.learning.rollout import Record, collect, fused_step, learn
 from pipeline.learning.update import Update
@@ -269,12 +270,16 @@ def train_policy(
         }
 
     everything = [*policy.parameters(), *critic.parameters()]
-    options: dict[str, Any] = {"compile": compiling.update, "precision": compiling.precision}
-    imitation = Update(imitate, everything, learning_rate=params.imitation_learning_rate, **options)
+    wanted = compiling.precision
+    precision: Precision = best_precision("cpu") if wanted == "auto" else wanted
+    imitation = Update(
+        imitate, everything, learning_rate=params.imitation_learning_rate, precision=precision
+    )
     critic_only = Update(fit_critic, critic.parameters(), learning_rate=params.learning_rate)
     ppo = Update(
-        improve, everything, learning_rate=params.learning_rate, max_grad_norm=0.5, **options
-    )
+        improve, everything, learning_rate=params.learning_rate, max_grad_norm=0.5,
+        compile=compiling.update, precision=precision,
+    )  # fmt: skip
 
     expert = Scripted(town, ["expert"], seed)
     world = town.reset(seed, params.worlds)
@@ -285,7 +290,9 @@ def train_policy(
     learners = {True: Learner(town, shape, mind, critic, expert)}
     learners[False] = Learner(town, shape, mind, critic, None)
     steps = {
-        taught: fused_step(town, learner, compiling.rollout) for taught, learner in learners.items()
+        # The expert's ticks are too few to be worth compiling.
+        taught: fused_step(town, learner, compiling.rollout and not taught, precision)
+        for taught, learner in learners.items()
     }
     score, scores = torch.zeros_like(world["reward"]), torch.zeros(2)
 

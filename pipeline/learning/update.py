@@ -8,35 +8,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pipeline.learning.compiling import inductor_options
+from pipeline.learning.precision import Precision, autocast
 from pipeline.profiling import region
 
-Precision = Literal["fp32", "bf16", "fp16"]
 Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
-
-
-def best_precision(device: str) -> Precision:
-    """bf16 where the hardware multiplies it natively, fp16 on older GPUs, else fp32."""
-    if device.startswith("cuda"):
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    native = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
-    return "bf16" if native else "fp32"
-
-
-def set_precision() -> dict[str, str]:
-    """Set the precision of float32 matrix products once per process.
-
-    Returns:
-        what was set, to be recorded with the run.
-    """
-    torch.set_float32_matmul_precision("high")
-    torch.backends.cuda.matmul.allow_tf32 = True
-    torch.backends.cudnn.allow_tf32 = True
-    return {"float32_matmul_precision": torch.get_float32_matmul_precision(), "tf32": "True"}
 
 
 def fused_adam(parameters: Iterable[nn.Parameter], learning_rate: float, **options: Any):
@@ -92,17 +73,9 @@ class Update:
         self._device = device.split(":")[0]
         self._precision = precision
         self._eager = loss
-        self._loss = torch.compile(loss, fullgraph=True) if compile else loss
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[
-            self._precision
-        ]
-
-    def autocast(self) -> torch.autocast:
-        """The context in which forward passes run, in rollouts as in updates."""
-        return torch.autocast(self._device, self.dtype, enabled=self._precision != "fp32")
+        self._loss = loss
+        if compile:
+            self._loss = torch.compile(loss, fullgraph=True, options=inductor_options())
 
     def set_learning_rate(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
@@ -112,7 +85,7 @@ class Update:
                 group["lr"] = rate
 
     def _backward(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
-        with self.autocast():
+        with autocast(self._precision, self._device):
             loss, diagnostics = self._loss(*batch)
         self.scaler.scale(loss).backward()
         return loss, diagnostics

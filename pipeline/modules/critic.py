@@ -50,4 +50,4 @@ class Critic(nn.Module):
 
     def forward(self, privileged: Tensor) -> Tensor:
         """float32 [.] from float32 [., P]."""
-        return self.net(privileged).squeeze(-1)
+        return self.net(privileged).squeeze(-1).float()

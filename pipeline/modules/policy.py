@@ -83,10 +83,16 @@ class Policy(nn.Module):
     def action_logits(self, f: Features, goal: Tensor) -> Tensor:
         """float32 [., A] of the controller pursuing `goal` int64 [.], before the mask."""
         chosen = F.one_hot(goal, self.shape.num_goals).to(f.mean.dtype)
-        place = chosen[..., : self.shape.num_affordances]
-        offset = torch.einsum("...f,...fd->...d", place, self._cells(f))
-        spread = torch.einsum("...f,...fd->...d", place, f.log_std.unflatten(-1, (-1, 2)))
-        there = place.sum(-1) * (-4 * offset.square().sum(-1)).exp()
+        is_place = (goal < self.shape.num_affordances).unsqueeze(-1)
+        place = goal.clamp_max(self.shape.num_affordances - 1)[..., None, None]
+        place = place.expand(*goal.shape, 1, 2)
+
+        def of_place(pairs: Tensor) -> Tensor:
+            return torch.where(is_place, pairs.gather(-2, place).squeeze(-2), 0.0)
+
+        offset = of_place(self._cells(f))
+        spread = of_place(f.log_std.unflatten(-1, (-1, 2)))
+        there = is_place.squeeze(-1) * (-4 * offset.square().sum(-1)).exp()
         target = torch.cat([offset.clamp(-4, 4) / 4, spread, there.unsqueeze(-1)], -1)
         return soft_cap(self.controller(torch.cat([self._base(f), chosen, target], -1)))
 
@@ -108,7 +114,7 @@ class Policy(nn.Module):
 
 def soft_cap(logits: Tensor) -> Tensor:
     """Logits kept within +-LOGIT_CAP: odds of e^30 say enough, and small numbers stay exact."""
-    return LOGIT_CAP * (logits / LOGIT_CAP).tanh()
+    return LOGIT_CAP * (logits.float() / LOGIT_CAP).tanh()
 
 
 def mlp(inputs: int, width: int, outputs: int) -> nn.Sequential:

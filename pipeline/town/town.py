@@ -9,11 +9,7 @@ compile with `fullgraph=True`.
 from __future__ import annotations
 
 import math
-import os
-import shutil
-from collections.abc import Callable
 from functools import reduce
-from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -55,35 +51,6 @@ def together(parts: list[Tensor]) -> Tensor:
     never bools, whose loads do not vectorise.
     """
     return torch.cat(parts).view(len(parts), *parts[0].shape)
-
-
-def compiled(function: Callable) -> Callable:
-    """`torch.compile` with what suits functions of a town's state and nothing else.
-
-    The constants of a town never change, so only the tensors are guarded, and what is compiled for
-    one town is kept apart from what is compiled for another; that the tables' indices are within
-    bounds is known; loops over all agents may be long. And a compiler that is called
-    g++ is told by inductor not to vectorise loops, which also hits those inside its own vector
-    types (loads of bools, gathers): the same compiler by its other name, c++, makes code that is
-    up to six times as fast.
-    """
-    options: dict[str, Any] = {
-        "guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe,
-        "assert_indirect_indexing": False,
-        "size_asserts": False,
-        "max_fusion_size": 256,
-        "cpp.max_horizontal_fusion_size": 64,
-        "cpp_wrapper": True,
-    }
-    if "CXX" not in os.environ and shutil.which("c++"):
-        options["cpp.cxx"] = (None, "c++")
-
-    def apart(*inputs: Any) -> Any:
-        return function(*inputs)
-
-    # Dynamo keeps its graphs with the code object: this function gets one of its own.
-    apart.__code__ = apart.__code__.replace()
-    return torch.compile(apart, fullgraph=True, options=options)
 
 
 class Town:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
+from pipeline.learning import compiling
 from pipeline.learning.buffer import RolloutBuffer
 from pipeline.learning.rollout import collect, evaluate, fused_step, learn
 from pipeline.learning.update import Update
@@ -139,6 +142,61 @@ def test_compiled_it_is_one_graph_and_equals_eager(town):
         *two, second = traced(*two)
         assert all(torch.equal(first[name], second[name]) for name in first)
     assert len(graphs) == 1
+
+
+class Listener(Wanderers):
+    """Acts on one layer's opinion of the hour, so that its weights and its precision show."""
+
+    def __init__(self, town):
+        super().__init__(town, ["random"])
+        self.layer = torch.nn.Linear(town.self_dim, town.num_actions)
+
+    def act(self, state, seen, memory, *context):
+        _, memory, record = super().act(state, seen, memory)
+        opinion = self.layer(seen["self_state"])
+        return opinion.argmax(-1), memory, record | {"opinion": opinion.flatten(1)}
+
+
+@pytest.mark.slow
+def test_a_compiled_step_follows_its_player_as_it_learns_and_is_compiled_once(town):
+    player, world = Listener(town), town.reset(0, 3)
+    plain, fast = fused_step(town, player), fused_step(town, player, compile=True)
+    memory = player.start(world)
+    fast(world, memory)
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for _ in range(5):
+        with torch.no_grad():
+            player.layer.weight.add_(torch.randn_like(player.layer.weight))
+        one, two = plain(world, memory)[2], fast(world, memory)[2]
+        torch.testing.assert_close(one["opinion"], two["opinion"])
+        torch.testing.assert_close(one["reward"], two["reward"])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
+
+
+def test_where_nothing_compiles_the_step_is_eager_after_one_warning(town, monkeypatch):
+    def broken(*inputs):
+        raise RuntimeError("no compiler here\nand a long story")
+
+    monkeypatch.setattr(compiling.torch, "compile", lambda *a, **k: broken)
+    player, world = Wanderers(town, ["random"]), town.reset(0, 3)
+    step = fused_step(town, player, compile=True)
+    with pytest.warns(UserWarning, match="eager from now on: no compiler here$"):
+        _, _, first = step(world, player.start(world))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(world, player.start(world))
+    _, _, plain = fused_step(town, player)(world, player.start(world))
+    assert torch.equal(first["reward"], plain["reward"])
+
+
+def test_the_player_alone_runs_in_the_precision_asked_for(town):
+    player, world = Listener(town), town.reset(0, 3)
+    full, half = (
+        fused_step(town, player, precision=precision)(world, player.start(world))
+        for precision in ("fp32", "bf16")
+    )
+    assert (full[2]["opinion"].dtype, half[2]["opinion"].dtype) == (torch.float32, torch.bfloat16)
+    assert half[0]["meters"].dtype == half[2]["reward"].dtype == torch.float32
 
 
 def test_an_epoch_too_far_from_the_old_policy_is_the_last():

@@ -12,8 +12,8 @@ from recorder import record
 
 from benchmarks.town_parity import main as parity
 from benchmarks.town_parity import replay
+from pipeline.learning.compiling import compiled
 from pipeline.town import Scripted, Town, load_pack
-from pipeline.town.town import compiled
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "hamlet"
 LEVELS = ("L1_full_observability", "L2_partial_observability", "L3_temporal_mechanics")

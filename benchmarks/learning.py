@@ -1,0 +1,448 @@
+"""Speed of learning in the town: the policy's PPO against two recurrent PPOs made elsewhere.
+
+    python -m benchmarks.learning [--small]
+
+Needs the frozen modules (`dvc repro`) and, for the peers, `pip install -e ".[bench]"`. Everything
+runs in one process on the cores it may use; ours and the peers take turns. An agent-step is one
+agent's tick: observed, believed, decided, played, and learned from `epochs` times. The last line is
+JSON, also written to `results/learning.json`; the ratios are between rows of that run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from benchmarks import learning_peers as peers
+from pipeline.files import HamletError
+from pipeline.learning.buffer import RolloutBuffer
+from pipeline.learning.compiling import compiled
+from pipeline.learning.precision import Precision, best_precision
+from pipeline.learning.rollout import Record, fused_step
+from pipeline.learning.train_policy import (
+    ACTION_STREAM,
+    GOAL_STREAM,
+    Learner,
+    Memory,
+    gumbel,
+    train_policy,
+)
+from pipeline.modules.agent import AgentState
+from pipeline.modules.contracts import Features, TownShape, observation_from
+from pipeline.modules.critic import Critic
+from pipeline.params import CompileParams, Params, load_params
+from pipeline.profiling import Watch, profiled
+from stages.collect import make_town
+from stages.common import threads
+from stages.policy import make_mind
+
+RESULTS = Path(__file__).parent / "results" / "learning.json"
+
+
+class Setting:
+    """The town of params.yaml, the frozen modules, a new policy and a critic."""
+
+    def __init__(self, params: Params) -> None:
+        self.params, self.town = params, make_town(params)
+        self.shape = TownShape.of(self.town)
+        self.mind, self.blank, _ = make_mind(params, self.town)
+        self.critic = Critic(self.shape, params.policy.hidden)
+
+    def slots(self, worlds: int) -> int:
+        return worlds * self.shape.num_agents
+
+
+class Window:
+    """A trainer's log that watches a window of its steps and then ends the training."""
+
+    class Over(Exception):
+        pass
+
+    def __init__(self, skip: int, count: int, folder: Path) -> None:
+        self.skip, self.count, self.folder = skip, count, folder
+        self.first = 0.0
+
+    def steps(self, total: int, start: int) -> Iterator[int]:
+        began = time.perf_counter()
+        for item in profiled(range(total), self.skip, self.count, self.folder / "trace.json"):
+            if isinstance(item, Watch):
+                self.watch = item
+                raise Window.Over
+            yield item
+            self.first = self.first or time.perf_counter() - began
+
+    def record(self, step: int, metrics: dict[str, Tensor]) -> None:
+        """Nobody reads it here; stages do."""
+
+
+def learning(setting: Setting, compile: bool, precision: Precision, count: int) -> dict[str, float]:
+    """`count` iterations of PPO as the stage `policy` runs them, after two of warm-up."""
+    only_ppo = {
+        "imitation_iterations": 0, "critic_iterations": 0, "ppo_iterations": count + 4,
+        "max_kl": 1e9,
+    }  # fmt: skip
+    sizes = setting.params.policy.model_copy(update=only_ppo)
+    how = CompileParams(rollout=compile, update=compile, precision=precision)  # type: ignore[arg-type]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Window(2, count, Path(folder))
+        with suppress(Window.Over):
+            train_policy(
+                setting.town, setting.shape, setting.mind, setting.blank, sizes, how,
+                setting.params.seed, Path(folder) / "checkpoint.pt", log,
+            )  # fmt: skip
+    watch = log.watch
+    steps = count * sizes.rollout * setting.slots(sizes.worlds)
+    shares = watch.shares()
+    updates = count * sizes.epochs * sizes.minibatches
+    return {
+        "agent_steps_per_s": steps / watch.total,
+        "update_ms": 1e3 * watch.total * (shares["loss"] + shares["optimizer"]) / updates,
+        "data_share": shares["data"],
+        "accounted_share": 1 - shares["other"],
+        "first_iteration_s": log.first,
+    }
+
+
+class Reflexes(Learner):
+    """Perception and the controller alone: nobody's intentions, nothing imagined, no critic."""
+
+    def act(self, world: TensorDict, seen: TensorDict, memory: Memory, *context: Any) -> Any:
+        obs, state, n = observation_from(seen, 2), memory.agent, self.shape.num_agents
+        mean, log_std, known, _, belief = self.mind.perceive(
+            obs.view, obs.occupancy, obs.self_state, obs.cues, obs.visible, obs.others_offset,
+            state.belief,
+        )  # fmt: skip
+        places = self.mind.policy.places
+        f = Features(mean, log_std[:, :places], known, torch.zeros_like(known[:, :1]).expand(
+            -1, self.shape.num_goals))  # fmt: skip
+        action, chosen, logits = reflexes(self, f, world, obs.action_mask)
+        record: Record = {"action": action, "goal": chosen, "action_logits": logits}
+        return action.unflatten(0, (-1, n)), Memory(state._replace(belief=belief), None), record
+
+
+def reflexes(player: Learner, f: Features, world: TensorDict, mask: Tensor) -> tuple[Tensor, ...]:
+    """A sampled goal and action for every agent, and the logits of its actions."""
+    shape, policy = player.shape, player.mind.policy
+    goal_noise = gumbel(world, shape.num_agents, shape.num_goals, GOAL_STREAM)
+    noise = gumbel(world, shape.num_agents, shape.num_actions, ACTION_STREAM)
+    goal = (policy.prior_logits(f) + goal_noise).argmax(-1)
+    logits = policy.action_logits(f, goal).masked_fill(~mask, -3.4e38)
+    return (logits + noise).argmax(-1), goal, logits
+
+
+class Greedy(Learner):
+    """What evaluation needs: the likeliest goals and actions, and nothing to learn from."""
+
+    def act(self, world: TensorDict, seen: TensorDict, memory: Memory, *context: Any) -> Any:
+        slice_, _ = context
+        action, agent, _ = self.mind.explore(
+            observation_from(seen, 2), memory.agent, slice_, torch.zeros(()), torch.zeros(())
+        )
+        return action.unflatten(0, (-1, self.shape.num_agents)), Memory(agent, None), {}
+
+
+def timed(function: Callable[[], Any], seconds: float) -> float:
+    """Median milliseconds of a call, after two calls of warm-up."""
+    function(), function()
+    taken: list[float] = []
+    until = time.perf_counter() + seconds
+    while len(taken) < 5 or time.perf_counter() < until:
+        began = time.perf_counter()
+        function()
+        taken.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(taken)
+
+
+class Ticks:
+    """Times one tick of play of `worlds` worlds, whole and in parts, in one precision."""
+
+    def __init__(self, setting: Setting, worlds: int, precision: Precision, seconds: float) -> None:
+        self.setting, self.seconds, self.precision = setting, seconds, precision
+        self.slots = setting.slots(worlds)
+        period = setting.params.policy.meta_period
+        self.world = setting.town.reset(0, worlds)
+        self.memory = Memory(setting.blank(self.slots), None)
+        slice_ = torch.arange(self.slots // period) * period
+        self.context = (slice_, torch.zeros(worlds, dtype=torch.bool))
+
+    def whole(self, kind: type[Learner], compile: bool, mind: Any = None) -> float:
+        """Milliseconds of a fused tick of that player."""
+        s = self.setting
+        player = kind(s.town, s.shape, mind or s.mind, s.critic, None)
+        step = fused_step(s.town, player, compile, self.precision)
+        return timed(lambda: step(self.world, self.memory, *self.context), self.seconds)
+
+    def separately(self) -> float:
+        """The tick in eager mode with each of A, B and C compiled by itself."""
+        mind = self.setting.mind
+        apart = type(mind)(
+            compiled(mind.perceive), compiled(mind.imagine_tick), compiled(mind.read_others),
+            mind.policy, mind.candidates, mind.horizon,
+        )  # fmt: skip
+        return self.whole(Learner, False, apart)
+
+    def parts(self) -> dict[str, float]:
+        """Milliseconds of the parts of `Reflexes`' tick, each compiled alone."""
+        s, bf16 = self.setting, self.precision == "bf16"
+        player = Learner(s.town, s.shape, s.mind, s.critic, None)
+        obs = observation_from(s.town.observe(self.world), 2)
+        action = torch.zeros(len(self.world), s.shape.num_agents, dtype=torch.int64)
+        state: AgentState = self.memory.agent
+        zero = torch.zeros(self.slots, s.shape.num_goals)
+
+        def perceive(o: Any, recurrent: Tensor) -> Any:
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                return s.mind.perceive(
+                    o.view, o.occupancy, o.self_state, o.cues, o.visible, o.others_offset,
+                    recurrent,
+                )  # fmt: skip
+
+        def decide(f: Features, world: TensorDict, mask: Tensor) -> Any:
+            with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+                return reflexes(player, f, world, mask)
+
+        def play(world: TensorDict, action: Tensor) -> Any:
+            return s.town.observe(world), s.town.step_and_reset_core(world, action)
+
+        mean, log_std, known, *_ = perceive(obs, state.belief)
+        f = Features(mean, log_std[:, : s.mind.policy.places], known, zero)
+        work: dict[str, tuple[Callable, tuple]] = {
+            "town": (play, (self.world, action)),
+            "perception": (perceive, (obs, state.belief)),
+            "decision": (decide, (f, self.world, obs.action_mask)),
+        }
+        found = {}
+        for name, (function, inputs) in work.items():
+            found[name] = timed(partial(compiled(function), *inputs), self.seconds)
+        return found
+
+    def copies(self) -> float:
+        """Milliseconds of keeping one tick's record in the buffer."""
+        s = self.setting
+        step = fused_step(s.town, Learner(s.town, s.shape, s.mind, s.critic, None))
+        record = step(self.world, self.memory, *self.context)[2]
+        buffer = RolloutBuffer(1)
+
+        def keep() -> None:
+            buffer.reset()
+            buffer.add(record)
+
+        return timed(keep, self.seconds)
+
+    def resets(self) -> dict[str, float]:
+        """Milliseconds of the town's compiled tick with the next life begun in three ways."""
+        town, world = self.setting.town, self.world
+        action = torch.zeros(len(world), town.num_agents, dtype=torch.int64)
+        where = compiled(town.step_and_reset_core)
+        core, renew = compiled(town.step_core), compiled(town.renew)
+
+        def host() -> Any:
+            after = core(world, action)
+            over = after["episode_over"]
+            return renew(after, over) if bool(over.any()) else after
+
+        names = [str(name) for name in town.step_core(world, action).keys()]  # noqa: SIM118
+
+        def with_cond(state: TensorDict, chosen: Tensor) -> dict[str, Tensor]:
+            after = town.step_core(state, chosen)
+            over = after["episode_over"]
+
+            def begin(over: Tensor, *fields: Tensor) -> tuple[Tensor, ...]:
+                whole = TensorDict(dict(zip(names, fields, strict=True)), [over.shape[0]])
+                renewed = town.renew(whole, over)
+                return tuple(renewed[name].contiguous().clone() for name in names)
+
+            def stay(over: Tensor, *fields: Tensor) -> tuple[Tensor, ...]:
+                return tuple(field.contiguous().clone() for field in fields)
+
+            fields = tuple(after[name].contiguous() for name in names)
+            outs = torch.cond(over.any(), begin, stay, (over, *fields))
+            return dict(zip(names, outs, strict=True))
+
+        cond = torch.compile(with_cond, fullgraph=True)
+        found = {
+            "where": timed(lambda: where(world, action), self.seconds),
+            "host_branch": timed(host, self.seconds),
+        }
+        try:
+            found["cond"] = timed(lambda: cond(world, action), self.seconds)
+        except Exception as error:
+            print(f"cond: does not compile: {str(error).splitlines()[0]}", flush=True)
+        return found
+
+
+def recompilations(setting: Setting, iterations: int) -> dict[str, int]:
+    """Graphs compiled after the first two of many iterations of a small PPO, and graph breaks."""
+    small = {"worlds": 4, "rollout": 4, "minibatches": 1, "epochs": 1}
+    policy = setting.params.policy.model_copy(
+        update=small | {"imitation_iterations": 0, "critic_iterations": 0,
+                        "ppo_iterations": iterations, "max_kl": 1e9}
+    )  # fmt: skip
+    stats = torch._dynamo.utils.counters
+
+    class Count:
+        def steps(self, total: int, start: int) -> Iterator[int]:
+            for step in range(total):
+                if step == 2:
+                    self.warm = stats["stats"]["unique_graphs"]
+                yield step
+
+        def record(self, step: int, metrics: dict[str, Tensor]) -> None:
+            """Only the counters matter."""
+
+    torch._dynamo.reset()
+    stats.clear()
+    log = Count()
+    with tempfile.TemporaryDirectory() as folder:
+        train_policy(
+            setting.town, setting.shape, setting.mind, setting.blank, policy,
+            CompileParams(rollout=True, update=True, precision="auto"), 0,
+            Path(folder) / "checkpoint.pt", log,
+        )  # fmt: skip
+    return {
+        "graphs": log.warm,
+        "recompiles": stats["stats"]["unique_graphs"] - log.warm,
+        "graph_breaks": sum(stats["graph_break"].values()),
+        "iterations": iterations,
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--small", action="store_true", help="a quick run; nothing is written")
+    small = parser.parse_args(arguments).small
+    warnings.simplefilter("ignore")
+    try:
+        setting = Setting(load_params("params.yaml"))
+    except HamletError as error:
+        print(f"learning: {error}", file=sys.stderr)
+        return 2
+    torch.set_num_threads(threads())
+    policy = setting.params.policy
+    if small:
+        policy = policy.model_copy(update={"worlds": 16, "rollout": 8})
+        setting.params = setting.params.model_copy(update={"policy": policy})
+    fast = best_precision("cpu")
+    count, seconds, rounds = (1, 0.1, 1) if small else (5, 2.0, 2)
+    result: dict[str, Any] = {"threads": threads(), "worlds": policy.worlds, "best": fast}
+
+    print("learning, end to end", flush=True)
+    rows: dict[str, list[dict[str, float]]] = {}
+    others: dict[str, list[peers.Peer]] = {"recurrent_ppo": [], "lstm_ppo": []}
+    with tempfile.TemporaryDirectory() as cold:
+        kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cold
+        for _ in range(rounds):
+            for compile in (True, False):
+                for precision in dict.fromkeys(("fp32", fast)):
+                    name = f"{'compiled' if compile else 'eager'}_{precision}"
+                    torch._dynamo.reset()
+                    row = learning(setting, compile, precision, count)
+                    rows.setdefault(name, []).append(row)
+                    print(f"  {name:14} {row['agent_steps_per_s']:9,.0f} agent-steps/s", flush=True)
+            for name, seen in others.items():
+                seen.append(
+                    getattr(peers, name)(
+                        worlds=8 if small else peers.BEST_WORLDS[name], rollout=policy.rollout,
+                        epochs=policy.epochs, minibatches=policy.minibatches if not small else 2,
+                        hidden=policy.hidden, iterations=1 if small else 3, threads=threads(),
+                        everyone=True,
+                    )
+                )  # fmt: skip
+                speed = seen[-1].steps / seen[-1].seconds
+                print(f"  {name:14} {speed:9,.0f} agent-steps/s", flush=True)
+        if kept is None:
+            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        else:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = kept
+
+        def speed_of(name: str) -> float:
+            return statistics.median(row["agent_steps_per_s"] for row in rows[name])
+
+        def update_ms(name: str) -> float:
+            return statistics.median(row["update_ms"] for row in rows[name])
+
+        def peer_speed(name: str) -> float:
+            return statistics.median(p.steps / p.seconds for p in others[name])
+
+        best = f"compiled_{fast}"
+        result |= {
+            "agent_steps_per_s": speed_of(best),
+            "over_sb3_recurrent": speed_of(best) / peer_speed("recurrent_ppo"),
+            "over_lstm_ppo": speed_of(best) / peer_speed("lstm_ppo"),
+            "compiled_over_eager": speed_of(best) / speed_of(f"eager_{fast}"),
+            "compiled_over_eager_fp32": speed_of("compiled_fp32") / speed_of("eager_fp32"),
+            "bf16_over_fp32_update": statistics.median(
+                r["update_ms"] for r in rows["compiled_fp32"]
+            )
+            / statistics.median(r["update_ms"] for r in rows[best]),
+            "cold_compile_s": rows[best][0]["first_iteration_s"],
+            "warm_compile_s": rows[best][-1]["first_iteration_s"],
+            "learning": {
+                name: {k: statistics.median(r[k] for r in seen) for k in seen[0]}
+                for name, seen in rows.items()
+            },
+            "peers": {name: [p._asdict() for p in seen] for name, seen in others.items()},
+        }
+
+    print("a tick of play", flush=True)
+    worlds = policy.worlds
+    with torch.no_grad():
+        torch._dynamo.reset()
+        ticks = Ticks(setting, worlds, fast, seconds)
+        row = {
+            "eager": ticks.whole(Learner, False),
+            "separately": ticks.separately(),
+            "fused": ticks.whole(Learner, True),
+            "evaluation_fused": ticks.whole(Greedy, True),
+            "copies": ticks.copies(),
+        }
+        result["tick_ms"] = row
+        print("  " + "  ".join(f"{k} {v:.2f} ms" for k, v in row.items()), flush=True)
+        by_size = {}
+        for size in [worlds] if small else [256, 1024]:
+            torch._dynamo.reset()
+            ticks = Ticks(setting, size, fast, seconds)
+            parts, whole = ticks.parts(), ticks.whole(Reflexes, True)
+            by_size[size] = {
+                "agent_steps_per_s": 1e3 * ticks.slots / whole,
+                "over_its_parts": whole / sum(parts.values()),
+                "whole_ms": whole,
+                **{f"{name}_ms": value for name, value in parts.items()},
+            }
+            print(f"  perception's rollout, {size} worlds: {by_size[size]}", flush=True)
+        result["rollout"] = by_size
+        top = max(by_size.values(), key=lambda row: row["agent_steps_per_s"])
+        result["rollout_agent_steps_per_s"] = top["agent_steps_per_s"]
+        result["rollout_over_its_parts"] = top["over_its_parts"]
+        torch._dynamo.reset()
+        result["reset_ms"] = Ticks(setting, worlds, "fp32", seconds).resets()
+        print(f"  resets {result['reset_ms']}", flush=True)
+    counted = recompilations(setting, 5 if small else 1000)
+    result |= {"recompiles": counted["recompiles"], "graph_breaks": counted["graph_breaks"],
+               "counted_iterations": counted["iterations"]}  # fmt: skip
+    rounded = json.loads(json.dumps(result), parse_float=lambda text: float(f"{float(text):.4g}"))
+    if not small:
+        RESULTS.write_text(json.dumps(rounded, indent=1) + "\n")
+    print(f"ratio over RecurrentPPO: {rounded['over_sb3_recurrent']}")
+    print(json.dumps(rounded))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

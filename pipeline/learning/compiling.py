@@ -1,0 +1,65 @@
+"""`torch.compile` as this project uses it, on the CPU as on a GPU."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def inductor_options() -> dict[str, Any]:
+    """What every compiled function is compiled with.
+
+    A compiler that is called g++ is told by inductor not to vectorise loops, which also hits those
+    inside its own vector types (loads of bools, gathers): the same compiler by its other name, c++,
+    makes code that is up to six times as fast.
+    """
+    named = "CXX" in os.environ or not shutil.which("c++")
+    return {} if named else {"cpp.cxx": (None, "c++")}
+
+
+def compiled(function: Callable) -> Callable:
+    """Compile a function of a world's state whose world, modules and other constants never change.
+
+    Only tensors are guarded; what is compiled for one world is kept apart from what is compiled for
+    another. A tensor argument must always be one, and None always None. New weights in a module are
+    seen. That the tables' indices are within bounds is known; loops over all agents may be long.
+    """
+    options = inductor_options() | {
+        "guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe,
+        "assert_indirect_indexing": False,
+        "size_asserts": False,
+        "max_fusion_size": 256,
+        "cpp.max_horizontal_fusion_size": 64,
+        "cpp_wrapper": True,
+    }
+
+    def apart(*inputs: Any) -> Any:
+        return function(*inputs)
+
+    # Dynamo keeps its graphs with the code object: this function gets one of its own.
+    apart.__code__ = apart.__code__.replace()
+    return torch.compile(apart, fullgraph=True, options=options)
+
+
+def compiled_or_plain(function: Callable) -> Callable:
+    """As `compiled`, or the function itself, with one warning, where compiling it fails."""
+    chosen: Callable | None = None
+
+    def call(*inputs: Any) -> Any:
+        nonlocal chosen
+        if chosen is None:
+            chosen = compiled(function)
+            try:
+                return chosen(*inputs)
+            except Exception as error:
+                message = (str(error).splitlines() or [type(error).__name__])[0]
+                warnings.warn(f"compiling failed, eager from now on: {message}", stacklevel=2)
+                chosen = function
+        return chosen(*inputs)
+
+    return call

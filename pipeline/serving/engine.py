@@ -4,6 +4,10 @@ Requests of different sessions that are there at the same time go through ONNX R
 While one batch runs the next one gathers, so the batch grows with the load and nobody waits when
 there is none. A session has at most one request in a batch; its requests keep their order.
 
+At the ticks at which a session deliberates it costs several times as much as at the others.
+Sessions that began together deliberate together, and would make every few batches slow for all:
+a batch takes only so many of them, more if it is of them alone; the others go first in the next.
+
 Everything here runs on one event loop; only ONNX Runtime itself runs in another thread.
 """
 
@@ -15,6 +19,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from threading import Semaphore
 
 import numpy as np
 
@@ -24,6 +29,7 @@ from pipeline.serving.metrics import Metrics
 from pipeline.serving.model import RNG_RANGE, Model
 
 MAX_BATCH = 32  # rows; more are not much cheaper each, and all wait for the last
+MAX_DEEP = 10  # rows that deliberate, in a batch with others; twice as many among themselves
 MAX_QUEUE = 2048  # requests waiting, of all sessions together
 MAX_QUEUE_OF_ONE = 16  # requests of one session waiting for one another
 INLINE_ROWS = 2  # so few rows, one after another, run faster than a thread is woken
@@ -100,7 +106,9 @@ class Engine:
         self._running = False
         self._scheduled = False
         self._small = True  # the last batch was: whoever comes next is probably alone
-        self._thread = ThreadPoolExecutor(1, "onnxruntime")
+        self._handed = Semaphore(0)  # the thread has begun with its batch
+        self._thread = ThreadPoolExecutor(1, "batches")
+        self._other_thread = ThreadPoolExecutor(1, "stateless")
 
     # -- versions
 
@@ -254,7 +262,7 @@ class Engine:
         try:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(
-                self._thread, model.agent.session.run, names, dict(feeds)
+                self._other_thread, model.agent.session.run, names, dict(feeds)
             )
         finally:
             self._queued -= 1
@@ -276,9 +284,12 @@ class Engine:
         if self._running or not ready:
             return
         queue = min(ready, key=lambda q: q[0].arrived)
+        model = queue[0].session.model
         batch: list[Item] = []
+        later: list[Item] = []
+        deep = 0
         now = time.monotonic()
-        while queue and len(batch) < MAX_BATCH:
+        while queue and len(batch) < MAX_BATCH and len(later) < MAX_BATCH:
             item = queue.popleft()
             if item.session.closed:
                 self._leave(item, Refused(404, f"session '{item.session.id}' ended"))
@@ -286,12 +297,19 @@ class Engine:
                 self.metrics.late += 1
                 waited = f"no turn within the timeout of {item.deadline - item.arrived:g} s"
                 self._leave(item, Refused(429, waited, retry=1))
-            else:
+            elif not model.deliberates(item.session.slot):
                 batch.append(item)
+            elif deep < MAX_DEEP:
+                deep += 1
+                batch.append(item)
+            else:
+                later.append(item)
+        if deep == len(batch):
+            batch, later = batch + later[:MAX_DEEP], later[MAX_DEEP:]
+        queue.extendleft(reversed(later))
         if not batch:
             self._schedule()
             return
-        model = batch[0].session.model
         batch = self._load(model, batch)
         if not batch:
             self._schedule()
@@ -300,15 +318,20 @@ class Engine:
         began = time.monotonic()
         small = len(batch) <= INLINE_ROWS
         if small and self._small:
+            self._finish(model, batch, began, _attempt(model.run, len(batch)))
+            return
+        self._small = small
+        loop = asyncio.get_running_loop()
+
+        def run() -> None:
+            self._handed.release()
             error = _attempt(model.run, len(batch))
-            self._finish(model, batch, began, error)
-        else:
-            self._small = small
-            done = self._thread.submit(_attempt, model.run, len(batch))
-            loop = asyncio.get_running_loop()
-            done.add_done_callback(
-                lambda f: loop.call_soon_threadsafe(self._finish, model, batch, began, f.result())
-            )
+            loop.call_soon_threadsafe(self._finish, model, batch, began, error)
+
+        self._thread.submit(run)
+        # Reading from a socket gives the interpreter's lock away, but for less time than a thread
+        # takes to wake up: without this the run would not begin before everything is read.
+        self._handed.acquire()
 
     def _load(self, model: Model, batch: list[Item]) -> list[Item]:
         """Fill the input buffers; requests with a bad observation are refused and left out."""
@@ -336,9 +359,12 @@ class Engine:
             return
         model.store([item.session.slot for item in batch])
         actions = model.outputs["action"][: len(batch)].tolist()
-        for row, (item, action) in enumerate(zip(batch, actions, strict=True)):
+        more = [model.decision(row) if item.thoughts else None for row, item in enumerate(batch)]
+        if not self._small:
+            self._dispatch()  # the next batch runs while the answers of this one are written
+        for item, action, decision in zip(batch, actions, more, strict=True):
             item.session.ticks += 1
-            item.done(action, model.decision(row) if item.thoughts else None)
+            item.done(action, decision)
             self._next(item)
         self.metrics.batch(len(batch), now - began, [began - item.arrived for item in batch])
         self._schedule()
@@ -370,6 +396,7 @@ class Engine:
 
     def shutdown(self) -> None:
         self._thread.shutdown()
+        self._other_thread.shutdown()
 
 
 def _attempt(run: Callable[[int], None], n: int) -> Exception | None:
@@ -386,7 +413,8 @@ def rng_of(id_: str) -> int:
 
 
 def warm_up(model: Model) -> None:
-    """Run once with one row and with many, so that the first request does not pay for it.
+    """Run once with one row and with many, so that the first request does not pay for it, and see
+    at which ticks of a life the agent deliberates.
 
     Raises:
         HamletError: the graph cannot run here.
@@ -394,9 +422,11 @@ def warm_up(model: Model) -> None:
     example = np.zeros(model.record_bytes, np.uint8).tobytes()
     model.load([example])
     model._mask[:] = True
+    model.inputs["state_clock"][:] = np.arange(model.max_batch)
     for n in (1, model.max_batch):
         error = _attempt(model.run, n)
         if error is not None:
             raise HamletError(
                 f"the agent {model.version} cannot run ({str(error).splitlines()[0][:200]})"
             )
+    model.look_at_deliberation()

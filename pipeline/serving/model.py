@@ -99,6 +99,12 @@ class Model:
         """The observation, in the order of a record."""
         self.by_name = {f.name: i for i, f in enumerate(self.fields)}
         """Where each field stands in `fields`."""
+        self.names_by_dtype = {
+            dtype: [f.name for f in self.fields if f.dtype == dtype] for dtype in dtypes
+        }
+        """A record again, by its dtypes."""
+        self.plain = {f.name: (f.datatype, [1, *f.shape], f.size) for f in self.fields}
+        """Datatype, shape and length of what is sent for each field as flat JSON."""
         states = [_field(agent.inputs[name], None) for name in self.states]
         self.described = {f.name: f for f in [*fields, *states]}
         """Every input of the graph."""
@@ -127,6 +133,7 @@ class Model:
         }
         self._mask = self.inputs["action_mask"]
         self._bindings: dict[int, Any] = {}
+        self._period = 1
         self._free = list(range(capacity - 1, -1, -1))
 
     # -- sessions
@@ -149,6 +156,10 @@ class Model:
     def close(self, slot: int) -> None:
         """Give a row back; no batch that holds it may be running."""
         self._free.append(slot)
+
+    def deliberates(self, slot: int) -> bool:
+        """Whether the next tick of a row is one of the few at which the agent deliberates."""
+        return self._period > 1 and not self.slab["state_clock"][slot] % self._period
 
     # -- one batch
 
@@ -191,6 +202,13 @@ class Model:
         if binding is None:
             binding = self._bindings[n] = self._bind(n)
         self.agent.session.run_with_iobinding(binding)
+
+    def look_at_deliberation(self) -> None:
+        """Learn every how many ticks the agent deliberates, from a run with clocks 0, 1, 2, ..."""
+        confident = self.outputs["imagination_confidence"].max(axis=1) > 0
+        period = int(confident[1:].argmax()) + 1
+        if confident.any() and np.array_equal(confident, np.arange(len(confident)) % period == 0):
+            self._period = period
 
     def store(self, slots: Sequence[int]) -> None:
         """The new state of the first rows of the output buffers becomes that of these sessions."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Callable
+from itertools import chain
 from math import inf, prod
 from typing import Any
 
@@ -129,7 +130,7 @@ class Parser:
         if ask.sequence is None:
             _arrays(ask, model, inputs, binary)
         else:
-            ask.record = _record(model, inputs, binary)
+            ask.record = _plain(model, inputs) or _record(model, inputs, binary)
         if "outputs" in header:
             ask.outputs = _outputs(ask, model, header["outputs"])
         lasting = ask.sequence is not None and not ask.start and not ask.end
@@ -205,6 +206,30 @@ def flag(parameters: dict[str, Any], name: str) -> bool:
 
 # ------------------------------------------------------------------------------------------------
 # Tensors in
+
+
+def _plain(model: Model, inputs: list[Any]) -> bytes | None:
+    """`_record` of what is sent most, every field once as flat JSON, in half the time.
+
+    None for all else: `_record` understands it, or says what is wrong with it.
+    """
+    data: dict[str, list[Any]] = {}
+    parts = []
+    try:
+        for entry in inputs:
+            name = entry["name"]
+            numbers = data[name] = entry["data"]
+            if (entry["datatype"], entry["shape"], len(numbers)) != model.plain[name]:
+                return None
+        for dtype, names in model.names_by_dtype.items():
+            numbers = [*chain.from_iterable(map(data.__getitem__, names))]
+            types, pack = _PACKERS[dtype]
+            if not types.issuperset(map(type, numbers)):
+                return None
+            parts.append(pack(numbers))
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+    return b"".join(parts) if len(data) == len(inputs) else None
 
 
 def _record(model: Model, inputs: list[Any], binary: memoryview) -> bytes:

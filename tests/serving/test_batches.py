@@ -1,0 +1,135 @@
+"""Who is in a batch, and what the short way through a request makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.serving import json_request
+from pipeline.serving import protocol
+from pipeline.serving.agent import OnnxAgent
+from pipeline.serving.engine import MAX_BATCH, MAX_DEEP, Engine, Item
+from pipeline.serving.metrics import Metrics
+from pipeline.serving.model import pack
+
+
+@pytest.fixture
+def engine(agent):
+    engine = Engine(Metrics(), 100, 60.0)
+    engine.install(engine.prepare(OnnxAgent(agent), "1"))
+    yield engine
+    engine.shutdown()
+
+
+async def all_ask(engine, lives, seen) -> None:
+    """One tick for all, asked for at the same time."""
+    loop = asyncio.get_running_loop()
+    answers = [loop.create_future() for _ in lives]
+    for session, observation, answer in zip(lives, seen, answers, strict=False):
+
+        def done(action, more, answer=answer):
+            answer.set_result(action)
+
+        record = pack(engine.current.fields, observation)
+        engine.submit(Item(session, record, 10.0, False, False, done))
+    assert min(await asyncio.wait_for(asyncio.gather(*answers), 10)) >= 0
+
+
+def batches_of(engine, lives, seen, monkeypatch) -> list[list[str]]:
+    """The sessions of each batch while all ask for one tick at the same time."""
+    model, found = engine.current, []
+    names = {session.slot: session.id for session in lives}
+    recall = model.recall
+    monkeypatch.setattr(
+        model, "recall", lambda slots: (found.append([names[s] for s in slots]), recall(slots))
+    )
+    asyncio.run(all_ask(engine, lives, seen))
+    monkeypatch.undo()
+    return found
+
+
+def test_sessions_that_deliberate_together_are_spread(engine, seen, monkeypatch):
+    lives = [engine.open(f"life-{i}") for i in range(2 * MAX_DEEP + 8)]
+    names = [session.id for session in lives]
+    # All deliberate at their first tick: the first come first, the others go next.
+    found = batches_of(engine, lives, seen, monkeypatch)
+    assert found == [names[: 2 * MAX_DEEP], names[2 * MAX_DEEP :]]
+    # At the second tick none does.
+    assert batches_of(engine, lives, seen, monkeypatch) == [names]
+    for _ in range(2):
+        batches_of(engine, lives, seen, monkeypatch)
+    # At the fifth all do again; whoever does not overtakes those for whom there is no room.
+    other = engine.open("other")
+    batches_of(engine, [other], seen, monkeypatch)
+    found = batches_of(engine, [*lives, other], seen, monkeypatch)
+    assert found == [[*names[:MAX_DEEP], "other"], names[MAX_DEEP:]]
+
+
+def test_a_batch_has_a_limit(engine, seen, monkeypatch):
+    lives = [engine.open(f"life-{i}") for i in range(2 * MAX_BATCH + 3)]
+    batches_of(engine, lives, seen, monkeypatch)
+    names = [session.id for session in lives]
+    found = batches_of(engine, lives, seen, monkeypatch)
+    assert found == [names[:MAX_BATCH], names[MAX_BATCH : 2 * MAX_BATCH], names[2 * MAX_BATCH :]]
+
+
+def test_a_long_run_of_a_state_from_a_client_holds_no_session_up(engine, seen):
+    held = threading.Event()
+    slow = SimpleNamespace(run=lambda names, feeds: held.wait(20))
+
+    async def both() -> None:
+        waiting = asyncio.create_task(
+            engine.once(SimpleNamespace(agent=SimpleNamespace(session=slow)), {}, [])
+        )
+        await asyncio.sleep(0.05)
+        await all_ask(engine, [engine.open(f"life-{i}") for i in range(4)], seen)
+        assert not waiting.done()
+        held.set()
+        await waiting
+
+    asyncio.run(both())
+
+
+def inputs_of(observation) -> list[dict]:
+    request = json_request(observation, sequence_id="x")
+    return json.loads(request.partition(b"\r\n\r\n")[2])["inputs"]
+
+
+def test_the_short_way_packs_the_same(engine, seen):
+    model = engine.current
+    for observation in seen[::40]:
+        inputs = inputs_of(observation)
+        record = protocol._plain(model, inputs)
+        assert record is not None
+        assert record == protocol._record(model, inputs, memoryview(b""))
+        assert record == protocol._plain(model, inputs[::-1])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda inputs: inputs.pop(),
+        lambda inputs: inputs.append(inputs[0]),
+        lambda inputs: inputs[0].update(name="nobody"),
+        lambda inputs: inputs[0].update(name=["view"]),
+        lambda inputs: inputs[0].update(datatype="INT32"),
+        lambda inputs: inputs[0].update(shape=[25]),
+        lambda inputs: inputs[0].update(data=[inputs[0]["data"]]),
+        lambda inputs: inputs[0].update(data="0" * 25),
+        lambda inputs: inputs[0].update(data=None),
+        lambda inputs: inputs[0]["data"].append(0),
+        lambda inputs: inputs[0]["data"].__setitem__(3, True),
+        lambda inputs: inputs[0]["data"].__setitem__(3, 256),
+        lambda inputs: inputs[0]["data"].__setitem__(3, 1.5),
+        lambda inputs: inputs[2]["data"].__setitem__(3, False),
+        lambda inputs: inputs.__setitem__(0, 7),
+    ],
+)
+def test_the_short_way_leaves_the_unusual_to_the_long_one(engine, seen, change):
+    inputs = inputs_of(seen[0])
+    change(inputs)
+    assert protocol._plain(engine.current, inputs) is None

@@ -89,9 +89,11 @@ def stage(name: str) -> Iterator[Stage]:
     kept: list[Path] = []
     with one_line_errors(name, kept):
         params = load_params()
-        prepare_torch(params.seed)
+        precision = prepare_torch(params.seed)
         with ExitStack() as stack:
             current = Stage(name, params, stack.enter_context(stage_run(name, params)), stack)
+            for key, value in precision.items():
+                current.run.tag(key, value)
             try:
                 yield current
             except BaseException:
@@ -178,19 +180,23 @@ def _signals_interrupt() -> Iterator[None]:
 # Seeds and threads
 
 
-def prepare_torch(seed: int) -> None:
+def prepare_torch(seed: int) -> dict[str, str]:
     """Seed PyTorch, pin its threads to this process's cores, allow only deterministic algorithms.
 
-    Equal bits need equal thread counts: `threads()` is fixed for a machine.
+    Equal bits need equal thread counts: `threads()` is fixed for a machine. Returns the precision
+    of matrix products that was set.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic so only
     import torch
+
+    from pipeline.learning.precision import set_precision
 
     torch.manual_seed(seed)
     torch.set_num_threads(threads())
     torch.use_deterministic_algorithms(True)
     # Filling fresh memory is dear, and nothing here reads it unwritten.
     setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
+    return set_precision()
 
 
 def threads() -> int:

@@ -68,10 +68,13 @@ def write_report(path: Path, metrics: Mapping[str, Mapping[str, Any]]) -> None:
         for key, what, baseline in rows:
             beside = f"{metrics[name][baseline]:.3f}" if baseline else ""
             lines.append(f"| {what} | {metrics[name][key]:.3f} | {beside} |")
-    lines += ["", "## Exactness", "", "| what | largest difference |", "| --- | --- |"]
+    header = "| what | largest difference, relative beyond 1 | rows excused as ties |"
+    lines += ["", "## Exactness", "", header, "| --- | --- | --- |"]
     for name, what in (("freeze_perception", "perception.pt2"), ("agent", "agent.onnx")):
         for key, value in metrics[name].items():
-            if key.startswith("parity_batch_"):
-                lines.append(f"| {what}, {key.removeprefix('parity_')} | {value:.1e} |")
+            if key.startswith("parity_"):
+                batch = key.removeprefix("parity_")
+                ties = metrics[name].get(f"split_ties_{batch}", 0)
+                lines.append(f"| {what}, {batch} | {value:.1e} | {ties} |")
     with atomic_path(path) as temporary:
         temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -360,14 +360,15 @@ class Engine:
         model.store([item.session.slot for item in batch])
         actions = model.outputs["action"][: len(batch)].tolist()
         more = [model.decision(row) if item.thoughts else None for row, item in enumerate(batch)]
-        if not self._small:
+        if sum(map(len, self._ready.values())) >= MAX_BATCH // 2:
             self._dispatch()  # the next batch runs while the answers of this one are written
         for item, action, decision in zip(batch, actions, more, strict=True):
             item.session.ticks += 1
             item.done(action, decision)
             self._next(item)
         self.metrics.batch(len(batch), now - began, [began - item.arrived for item in batch])
-        self._schedule()
+        if any(self._ready.values()):  # few: with whoever is there by now, but not yet read
+            asyncio.get_running_loop().call_soon(self._schedule)
 
     def _leave(self, item: Item, error: Exception) -> None:
         """A request that will not run; a session whose first request it was never began."""

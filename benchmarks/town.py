@@ -120,7 +120,7 @@ def measure(town: Town, worlds: int, seconds: float, fast: bool) -> float:
     step = make_step(town)
     if fast:
         torch._dynamo.reset()
-        step = compiled(step)
+        step = compiled(step, fixed=True)
     holder = [town.reset(0, worlds)]
 
     def advance() -> None:

@@ -58,7 +58,7 @@ def replay(
         position=torch.from_numpy(trace["positions"][0])[:, None],
         hour=torch.from_numpy(trace["hour"][0]),
     )
-    step = fast(town.step_reference) if compiled else town.step_reference
+    step = fast(town.step_reference, fixed=True) if compiled else town.step_reference
     number = {i: names.index(name) for i, name in enumerate(pack.affordance_names)} | {-1: -1}
 
     def in_trace_order(code: torch.Tensor) -> np.ndarray:

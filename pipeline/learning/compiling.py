@@ -22,21 +22,26 @@ def inductor_options() -> dict[str, Any]:
     return {} if named else {"cpp.cxx": (None, "c++")}
 
 
-def compiled(function: Callable) -> Callable:
-    """Compile a function of a world's state whose world, modules and other constants never change.
+def compiled(function: Callable, fixed: bool = False) -> Callable:
+    """Compile a function of a world's state.
 
-    Only tensors are guarded; what is compiled for one world is kept apart from what is compiled for
-    another. A tensor argument must always be one, and None always None. New weights in a module are
-    seen. That the tables' indices are within bounds is known; loops over all agents may be long.
+    That the tables' indices are within bounds is known; loops over all agents may be long. New
+    weights in a module are seen. What is compiled for one world is kept apart from what is compiled
+    for another.
+
+    Args:
+        fixed: the world, its mode and whatever else the function reads beside its arguments never
+            change, and a tensor argument always is one: only tensors are looked at before a call.
     """
     options = inductor_options() | {
-        "guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe,
         "assert_indirect_indexing": False,
         "size_asserts": False,
         "max_fusion_size": 256,
         "cpp.max_horizontal_fusion_size": 64,
         "cpp_wrapper": True,
     }
+    if fixed:
+        options["guard_filter_fn"] = torch.compiler.keep_tensor_guards_unsafe
 
     def apart(*inputs: Any) -> Any:
         return function(*inputs)

@@ -171,6 +171,11 @@ def test_a_compiled_step_follows_its_player_as_it_learns_and_is_compiled_once(to
         torch.testing.assert_close(one["opinion"], two["opinion"])
         torch.testing.assert_close(one["reward"], two["reward"])
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
+    town.eval(2)  # two cases for three slots: the last one has nothing to do
+    world = town.reset(0, 3)
+    one, two = plain(world, memory)[0], fast(world, memory)[0]
+    town.train()
+    assert all(torch.equal(one[name], two[name]) for name in ("over", "position", "next_case"))
 
 
 def test_where_nothing_compiles_the_step_is_eager_after_one_warning(town, monkeypatch):

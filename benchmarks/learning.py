@@ -244,8 +244,11 @@ class Ticks:
 
         return timed(keep, self.seconds)
 
-    def resets(self) -> dict[str, float]:
-        """Milliseconds of the town's compiled tick with the next life begun in three ways."""
+    def resets(self) -> dict[str, float | None]:
+        """Milliseconds of the town's compiled tick with the next life begun in three ways.
+
+        None where inductor does not compile it.
+        """
         town, world = self.setting.town, self.world
         action = torch.zeros(len(world), town.num_agents, dtype=torch.int64)
         where = compiled(town.step_and_reset_core)
@@ -275,14 +278,15 @@ class Ticks:
             return dict(zip(names, outs, strict=True))
 
         cond = torch.compile(with_cond, fullgraph=True)
-        found = {
+        found: dict[str, float | None] = {
             "where": timed(lambda: where(world, action), self.seconds),
             "host_branch": timed(host, self.seconds),
         }
         try:
             found["cond"] = timed(lambda: cond(world, action), self.seconds)
-        except Exception as error:
-            print(f"cond: does not compile: {str(error).splitlines()[0]}", flush=True)
+        except Exception as error:  # of inductor's, of any class
+            found["cond"] = None
+            print(f"  cond does not compile: {' '.join(str(error).split())[:200]}", flush=True)
         return found
 
 

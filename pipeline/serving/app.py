@@ -25,6 +25,8 @@ from pipeline.serving.openapi import document
 from pipeline.serving.protocol import Ask
 
 MAX_BODY = 1 << 20  # bytes; a full batch of observations and states is a quarter of it
+MAX_IGNORED = 1 << 23  # bytes of too large a body that are still read, so that 413 can be heard
+LISTEN_SECONDS = 1.0  # between the pieces of such a body
 READ_SECONDS = 10.0  # in which a body must have come
 DEADLINE_SECONDS = 10.0  # in which a request's turn must come, where it does not say
 
@@ -133,33 +135,44 @@ class App:
 
     async def _body(self, scope: Scope, receive: Receive) -> tuple[bytes, bytes | None]:
         """The body and the header Inference-Header-Content-Length."""
-        header_length = None
+        header_length, expects = None, False
+        declared = 0
         for name, value in scope["headers"]:
-            if name == b"content-length" and int(value) > MAX_BODY:
-                raise Refused(413, f"the body has {value.decode()} bytes, at most {MAX_BODY} do")
-            if name == b"inference-header-content-length":
+            if name == b"content-length":
+                declared = int(value)
+            elif name == b"expect":
+                expects = True
+            elif name == b"inference-header-content-length":
                 header_length = value
             elif name == b"content-encoding" and value.lower() != b"identity":
                 raise Refused(415, "Content-Encoding is not supported: send the body as it is")
+        if declared > (MAX_BODY if expects else MAX_IGNORED):
+            raise Refused(413, f"the body has {declared} bytes, at most {MAX_BODY} do")
         task = asyncio.current_task()
         assert task is not None
         self._reading[task] = time.monotonic() + READ_SECONDS
+        body, size, more = b"", 0, True
         try:
-            message = await receive()
-            body = message.get("body", b"")
-            while message["type"] == "http.request" and message["more_body"]:
+            # Who is still sending when the connection closes may never read the answer.
+            while more and size <= MAX_IGNORED:
                 message = await receive()
-                body += message.get("body", b"")
-                if len(body) > MAX_BODY:
-                    raise Refused(413, f"the body has more than {MAX_BODY} bytes")
+                if message["type"] != "http.request":
+                    raise Gone
+                piece, more = message.get("body", b""), message["more_body"]
+                size += len(piece)
+                if size <= MAX_BODY:
+                    body += piece
+                else:
+                    self._reading[task] = time.monotonic() + LISTEN_SECONDS
         except asyncio.CancelledError:
             if task.uncancel():
                 raise
-            raise too_slow() from None
+            if size <= MAX_BODY:
+                raise too_slow() from None
         finally:
             del self._reading[task]
-        if message["type"] != "http.request":
-            raise Gone
+        if size > MAX_BODY:
+            raise Refused(413, f"the body has more than the {MAX_BODY} bytes that are read")
         return body, header_length
 
     def sweep(self) -> None:

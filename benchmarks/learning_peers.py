@@ -130,7 +130,7 @@ def recurrent_ppo(
             return torch.tanh(self.linear(observation))
 
     class Batched(VecEnv):
-        """The lanes as Stable-Baselines3 wants them."""
+        """The lanes as Stable-Baselines3 wants them: they are one environment, and share all."""
 
         def reset(self) -> Any:
             return lanes.reset(seed=0)[0]
@@ -155,10 +155,10 @@ def recurrent_ppo(
         def env_method(
             self, method_name: str, *args: Any, indices: Any = None, **named: Any
         ) -> Any:
-            raise NotImplementedError(method_name)
+            return [getattr(lanes, method_name)(*args, **named)] * self.num_envs
 
         def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
-            raise NotImplementedError(attr_name)
+            setattr(lanes, attr_name, value)
 
         def close(self) -> None:
             pass

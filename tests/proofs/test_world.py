@@ -53,8 +53,7 @@ def test_no_test_triple_is_in_the_training_pool(name):
     held_out = graph.key(torch.cat([graph.splits["test"], graph.splits["valid"]])).tolist()
     assert len(graph.splits["test"]) > 0
     assert not pool & set(held_out)
-    if not pool:
-        pytest.skip("the rules derive no training fact")
+    assert pool
     state = world.reset(0, 64)
     for after in play(world, state, 20, expert_action):
         asked = graph.key(after["query"])[after["label"]]

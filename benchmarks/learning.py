@@ -3,8 +3,9 @@
     python -m benchmarks.learning [--small]
 
 Needs the frozen modules (`dvc repro`) and, for the peers, `pip install -e ".[bench]"`. Everything
-runs in one process on the cores it may use; ours and the peers take turns. An agent-step is one
-agent's tick: observed, believed, decided, played, and learned from `epochs` times. The last line is
+runs in one process on the cores it may use; ours and the peers take turns, the peers as their users
+run them and once more with our batched worlds (see `learning_peers`). An agent-step is one agent's
+tick: observed, believed, decided, played, and learned from `epochs` times. The last line is
 JSON, also written to `results/learning.json`; the ratios are between rows of that run.
 """
 
@@ -52,6 +53,7 @@ from stages.common import threads
 from stages.policy import make_mind
 
 RESULTS = Path(__file__).parent / "results" / "learning.json"
+EVERYONE = "_everyone"  # after the name of a peer to whom our batched worlds are lent
 
 
 class Setting:
@@ -347,7 +349,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     print("learning, end to end", flush=True)
     rows: dict[str, list[dict[str, float]]] = {}
-    others: dict[str, list[peers.Peer]] = {"recurrent_ppo": [], "lstm_ppo": []}
+    others: dict[str, list[peers.Peer]] = {
+        peer + lent: [] for peer in ("recurrent_ppo", "lstm_ppo") for lent in ("", EVERYONE)
+    }
     with tempfile.TemporaryDirectory() as cold:
         kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cold
@@ -360,12 +364,13 @@ def main(arguments: list[str] | None = None) -> int:
                     rows.setdefault(name, []).append(row)
                     print(f"  {name:14} {row['agent_steps_per_s']:9,.0f} agent-steps/s", flush=True)
             for name, seen in others.items():
+                everyone = name.endswith(EVERYONE)
+                worlds = peers.EVERYONES_WORLDS if everyone and not small else peers.STOCK_WORLDS
                 seen.append(
-                    getattr(peers, name)(
-                        worlds=8 if small else peers.BEST_WORLDS[name], rollout=policy.rollout,
-                        epochs=policy.epochs, minibatches=policy.minibatches if not small else 2,
-                        hidden=policy.hidden, iterations=1 if small else 3, threads=threads(),
-                        everyone=True,
+                    getattr(peers, name.removesuffix(EVERYONE))(
+                        worlds=worlds, rollout=policy.rollout, epochs=policy.epochs,
+                        minibatches=min(worlds, policy.minibatches), hidden=policy.hidden,
+                        iterations=1 if small else 3, threads=threads(), everyone=everyone,
                     )
                 )  # fmt: skip
                 speed = seen[-1].steps / seen[-1].seconds
@@ -389,6 +394,8 @@ def main(arguments: list[str] | None = None) -> int:
             "agent_steps_per_s": speed_of(best),
             "over_sb3_recurrent": speed_of(best) / peer_speed("recurrent_ppo"),
             "over_lstm_ppo": speed_of(best) / peer_speed("lstm_ppo"),
+            "over_sb3_recurrent_everyone": speed_of(best) / peer_speed(f"recurrent_ppo{EVERYONE}"),
+            "over_lstm_ppo_everyone": speed_of(best) / peer_speed(f"lstm_ppo{EVERYONE}"),
             "compiled_over_eager": speed_of(best) / speed_of(f"eager_{fast}"),
             "compiled_over_eager_fp32": speed_of("compiled_fp32") / speed_of("eager_fp32"),
             "bf16_over_fp32_update": statistics.median(

@@ -1,18 +1,18 @@
 """Two recurrent PPOs made elsewhere, learning in the town: the peers of `benchmarks.learning`.
 
-    python -m benchmarks.learning_peers {recurrent_ppo,lstm_ppo} [--everyone] [--worlds 256] ...
+    python -m benchmarks.learning_peers {recurrent_ppo,lstm_ppo} [--everyone] [--worlds 8] ...
 
 `recurrent_ppo` is that of Stable-Baselines3-contrib; `lstm_ppo` is plain PyTorch in the manner of
-CleanRL's ppo_atari_lstm.py. Both learn the default pack on the CPU, through the Gymnasium adapter,
-with one network: flat observation -> linear -> tanh -> LSTM -> actor and critic. Neither knows
-action masks; an illegal action wastes its tick.
+CleanRL's ppo_atari_lstm.py. Both learn the default pack on the CPU with one network: flat
+observation -> linear -> tanh -> LSTM -> actor and critic. Neither knows action masks; an illegal
+action wastes its tick.
 
-The adapter gives a world one learner and three scripted players, and only the learner's steps
-count: of 256 worlds' time on two cores, three tenths are the environment, most of that the
-players' planner. `everyone` makes all four agents learners, one lane each under one policy and no
-planner: a step of the town then serves four lanes, as it does where our own agents learn, and the
-environment's share is below a tenth. The last line is JSON: the options, a `Peer` and
-`steps_per_second`. Needs the `bench` extra.
+They learn as their users run them: eight Gymnasium environments, each with one learner and three
+scripted players, in the library's own vectorisation, which steps them one by one. Only the
+learners' steps count. `everyone` lends them what our own training has: worlds stepped as one batch,
+and all four agents of a world learning, a lane each under one policy, without scripted players.
+What is left between them and us is then the learning alone. The last line is JSON: the options, a
+`Peer` and `steps_per_second`. Needs the `bench` extra.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import batch_space
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
 from pipeline.files import HamletError
 from pipeline.town.adapters.flat import flat_observation
-from pipeline.town.adapters.gymnasium_env import TownVectorEnv
+from pipeline.town.adapters.gymnasium_env import TownEnv, TownVectorEnv
 
 GAMMA, LAM, CLIP, ENTROPY, VALUE, MAX_NORM, LEARNING_RATE = 0.99, 0.95, 0.2, 0.01, 0.5, 0.5, 2.5e-4
-# The fastest of 8, 16 .. 256 worlds on two cores, with and without `everyone`; four times as many
-# gain at most half as much again with one learner per world, nothing with `everyone`.
-BEST_WORLDS = {"recurrent_ppo": 256, "lstm_ppo": 256}
+# As many as RL Baselines3 Zoo and CleanRL run, and with `everyone` the fastest of 8, 16 .. 256.
+STOCK_WORLDS, EVERYONES_WORLDS = 8, 256
 
 
 class Peer(NamedTuple):
@@ -55,44 +55,56 @@ class Peer(NamedTuple):
     environment_share: float
 
 
-class Lanes(TownVectorEnv):
-    """The Gymnasium adapter with a clock (`seconds` spent in `step`); see `everyone` above.
+class Clock:
+    """Seconds spent in the environments' `step`."""
 
-    With `everyone`, observations are f32 [worlds * agents, D], the agents of a world side by side.
-    A lane terminates when its agent dies or retires; the dead idle until their world begins the
-    next life, and then terminate again.
+    seconds = 0.0
+
+
+class Single(TownEnv):
+    """The Gymnasium environment with a clock."""
+
+    def __init__(self, clock: Clock):
+        super().__init__()
+        self.clock = clock
+
+    def step(self, action: Any) -> Any:
+        start = time.perf_counter()
+        result = super().step(action)
+        self.clock.seconds += time.perf_counter() - start
+        return result
+
+
+class Everyone(TownVectorEnv):
+    """All agents of all worlds, with a clock; the agents of a world lie side by side.
+
+    Observations are f32 [worlds * agents, D]. A lane terminates when its agent dies or retires; the
+    dead idle until their world begins the next life, and then terminate again.
     """
 
-    def __init__(self, worlds: int, everyone: bool = False):
+    def __init__(self, worlds: int, clock: Clock):
         super().__init__(worlds)
-        self.worlds, self.everyone, self.seconds = worlds, everyone, 0.0
-        if everyone:
-            self.num_envs = worlds * self.town.num_agents
-            self.observation_space = batch_space(self.single_observation_space, self.num_envs)
-            self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self.worlds, self.clock = worlds, clock
+        self.num_envs = worlds * self.town.num_agents
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        if not self.everyone:
-            return super().reset(seed=seed)
         self._state = self.town.reset(seed or 0, self.worlds)
         return self._observe(), {}
 
-    def step(self, actions: Any) -> Any:
+    def step(self, actions: np.ndarray) -> Any:
         start = time.perf_counter()
-        result = self._step_everyone(actions) if self.everyone else super().step(actions)
-        self.seconds += time.perf_counter() - start
-        return result
-
-    def _step_everyone(self, actions: np.ndarray) -> Any:
         state = self.town.step_core(self._state, torch.from_numpy(actions).view(self.worlds, -1))
         over = state["episode_over"]
         ended = (state["died"] | state["retired"] | over[:, None]).flatten().numpy()
         self._state = self.town.renew(state, over) if over.any() else state
-        return self._observe(), state["reward"].flatten().numpy(), ended, np.zeros_like(ended), {}
+        seen = self._observe()
+        self.clock.seconds += time.perf_counter() - start
+        return seen, state["reward"].flatten().numpy(), ended, np.zeros_like(ended), {}
 
     def _observe(self) -> np.ndarray:
-        seen = flat_observation(self.town, self.town.observe(self._state))
-        return (seen.flatten(0, 1) if self.everyone else seen[:, 0]).numpy()
+        return flat_observation(self.town, self.town.observe(self._state)).flatten(0, 1).numpy()
 
 
 def recurrent_ppo(
@@ -101,11 +113,10 @@ def recurrent_ppo(
 ) -> Peer:  # fmt: skip
     """RecurrentPPO of Stable-Baselines3-contrib, its LSTM shared by actor and critic.
 
-    The worlds are stepped as one batch: DummyVecEnv would step them one by one. Sets the number of
-    torch's threads and seeds torch and numpy, for good.
+    Sets the number of torch's threads and seeds torch and numpy, for good.
 
     Args:
-        worlds: stepped side by side; one lane each, with `everyone` one per agent.
+        worlds: one lane each, with `everyone` one per agent.
         rollout: ticks collected per iteration.
         epochs, minibatches: of each iteration's update.
         hidden: width of the linear layer and of the LSTM.
@@ -117,7 +128,7 @@ def recurrent_ppo(
     try:
         from sb3_contrib import RecurrentPPO
         from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
-        from stable_baselines3.common.vec_env import VecEnv
+        from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
     except ImportError as error:
         raise HamletError("sb3-contrib is not installed", 'pip install -e ".[bench]"') from error
 
@@ -132,22 +143,22 @@ def recurrent_ppo(
     class Batched(VecEnv):
         """The lanes as Stable-Baselines3 wants them: they are one environment, and share all."""
 
+        def __init__(self, lanes: Everyone):
+            self.lanes = lanes
+            super().__init__(lanes.num_envs, lanes.single_observation_space, space)
+
         def reset(self) -> Any:
-            return lanes.reset(seed=0)[0]
+            return self.lanes.reset(seed=0)[0]
 
         def step_async(self, actions: np.ndarray) -> None:
             self.actions = actions
 
         def step_wait(self) -> Any:
-            observation, reward, terminated, truncated, info = lanes.step(self.actions)
-            infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
-            for lane in np.flatnonzero(info.get("_final_obs", ())):
-                infos[lane]["terminal_observation"] = info["final_obs"][lane]
-                infos[lane]["TimeLimit.truncated"] = bool(truncated[lane])
-            return observation, reward, terminated | truncated, infos
+            observation, reward, ended, _, _ = self.lanes.step(self.actions)
+            return observation, reward, ended, [{} for _ in range(self.num_envs)]
 
         def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
-            return [getattr(lanes, attr_name)] * self.num_envs
+            return [getattr(self.lanes, attr_name)] * self.num_envs
 
         def env_is_wrapped(self, wrapper_class: Any, indices: Any = None) -> list[bool]:
             return [False] * self.num_envs
@@ -155,20 +166,26 @@ def recurrent_ppo(
         def env_method(
             self, method_name: str, *args: Any, indices: Any = None, **named: Any
         ) -> Any:
-            return [getattr(lanes, method_name)(*args, **named)] * self.num_envs
+            return [getattr(self.lanes, method_name)(*args, **named)] * self.num_envs
 
         def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
-            setattr(lanes, attr_name, value)
+            setattr(self.lanes, attr_name, value)
 
         def close(self) -> None:
             pass
 
     torch.set_num_threads(threads)
-    lanes = _lanes(worlds, everyone, minibatches)
+    clock = Clock()
+    space = Single(clock).action_space
+    lanes = (
+        Batched(Everyone(worlds, clock))
+        if everyone
+        else DummyVecEnv([lambda: Single(clock)] * worlds)
+    )
+    _must_divide(lanes.num_envs, minibatches)
     each = lanes.num_envs * rollout
     model = RecurrentPPO(
-        "MlpLstmPolicy",
-        Batched(lanes.num_envs, lanes.single_observation_space, lanes.single_action_space),
+        "MlpLstmPolicy", lanes,
         LEARNING_RATE, rollout, each // minibatches, epochs, GAMMA, LAM, CLIP,
         ent_coef=ENTROPY, vf_coef=VALUE, max_grad_norm=MAX_NORM, seed=0, device="cpu",
         policy_kwargs={
@@ -177,9 +194,9 @@ def recurrent_ppo(
         },
     )  # fmt: skip
     model.learn(each)
-    lanes.seconds, start = 0.0, time.perf_counter()
+    clock.seconds, start = 0.0, time.perf_counter()
     model.learn(each * iterations, reset_num_timesteps=False)
-    return _peer(model.policy, lanes, rollout * iterations, time.perf_counter() - start)
+    return _peer(model.policy, each * iterations, time.perf_counter() - start, clock)
 
 
 class LstmPolicy(nn.Module):
@@ -229,16 +246,22 @@ def lstm_ppo(
     """
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    lanes = _lanes(worlds, everyone, minibatches)
+    clock = Clock()
+    lanes: VectorEnv = (
+        Everyone(worlds, clock)
+        if everyone
+        else SyncVectorEnv([lambda: Single(clock)] * worlds, autoreset_mode=AutoresetMode.SAME_STEP)
+    )
+    _must_divide(lanes.num_envs, minibatches)
     now, count = torch.from_numpy(lanes.reset(seed=0)[0]), lanes.num_envs
-    policy = LstmPolicy(now.shape[1], hidden, lanes.town.num_actions)
+    policy = LstmPolicy(now.shape[1], hidden, lanes.single_action_space.n)  # type: ignore[attr-defined]
     optimizer = torch.optim.Adam(policy.parameters(), LEARNING_RATE, eps=1e-5)
     seen, action = torch.zeros(rollout, *now.shape), torch.zeros(rollout, count, dtype=torch.int64)
     log_prob, reward, value, begins, gains = torch.zeros(5, rollout, count)
     begun, memory = torch.ones(count), tuple(torch.zeros(2, 1, count, hidden))
     for iteration in range(1 + iterations):
         if iteration == 1:
-            lanes.seconds, start = 0.0, time.perf_counter()
+            clock.seconds, start = 0.0, time.perf_counter()
         first = memory
         with torch.no_grad():
             for t in range(rollout):
@@ -271,32 +294,31 @@ def lstm_ppo(
                 loss.backward()
                 nn.utils.clip_grad_norm_(policy.parameters(), MAX_NORM)
                 optimizer.step()
-    return _peer(policy, lanes, rollout * iterations, time.perf_counter() - start)
+    return _peer(policy, count * rollout * iterations, time.perf_counter() - start, clock)
 
 
-def _lanes(worlds: int, everyone: bool, minibatches: int) -> Lanes:
-    lanes = Lanes(worlds, everyone)
-    if lanes.num_envs % minibatches:
-        raise HamletError(f"minibatches: {minibatches} do not divide {lanes.num_envs} lanes")
-    return lanes
+def _must_divide(lanes: int, minibatches: int) -> None:
+    if lanes % minibatches:
+        raise HamletError(f"minibatches: {minibatches} do not divide {lanes} lanes")
 
 
-def _peer(policy: nn.Module, lanes: Lanes, ticks: int, seconds: float) -> Peer:
+def _peer(policy: nn.Module, steps: int, seconds: float, clock: Clock) -> Peer:
     parameters = sum(value.numel() for value in policy.parameters())
-    return Peer(lanes.num_envs * ticks, seconds, parameters, lanes.seconds / seconds)
+    return Peer(steps, seconds, parameters, clock.seconds / seconds)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("peer", choices=sorted(BEST_WORLDS))
-    parser.add_argument("--worlds", type=int, help="default: see BEST_WORLDS")
+    parser.add_argument("peer", choices=["lstm_ppo", "recurrent_ppo"])
+    parser.add_argument("--worlds", type=int, help="default: 8, with --everyone 256")
     defaults = {"rollout": 32, "epochs": 2, "minibatches": 4, "hidden": 192}
     for name, default in (defaults | {"iterations": 3, "threads": 2}).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--everyone", action="store_true", help="all agents of a world learn")
     options = vars(parser.parse_args())
     name = options.pop("peer")
-    options["worlds"] = options["worlds"] or BEST_WORLDS[name]
+    usual = EVERYONES_WORLDS if options["everyone"] else STOCK_WORLDS
+    options["worlds"] = options["worlds"] or usual
     peer = {"recurrent_ppo": recurrent_ppo, "lstm_ppo": lstm_ppo}[name](**options)
     speed = {"steps_per_second": round(peer.steps / peer.seconds, 1)}
     print(json.dumps({"peer": name} | options | peer._asdict() | speed))

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("gymnasium", reason="the adapters extra is not installed")
 
-from benchmarks.learning_peers import Lanes, LstmPolicy, lstm_ppo, recurrent_ppo
+from benchmarks.learning_peers import Clock, Everyone, LstmPolicy, lstm_ppo, recurrent_ppo
 from pipeline.files import HamletError
 
 SMALL = {"worlds": 4, "rollout": 8, "epochs": 1, "minibatches": 2, "hidden": 16}
@@ -56,7 +56,7 @@ def test_both_peers_train_as_many_parameters_on_as_many_steps(everyone, threads)
 
 
 def test_lanes_of_everyone_end_with_their_agent_and_with_their_world():
-    lanes = Lanes(3, everyone=True)
+    lanes = Everyone(3, Clock())
     lanes.reset(seed=1)
     draw = np.random.default_rng(0)
     lives, idled = lanes._state["episode"], False

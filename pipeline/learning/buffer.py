@@ -44,11 +44,11 @@ class RolloutBuffer:
         self.length = 0
 
     def minibatches(self, count: int, generator: torch.Generator) -> Iterator[TensorDict]:
-        """Every row of the full buffer once, shuffled, in `count` parts (the last may be short)."""
+        """Every row of the full buffer once, shuffled, in `count` parts of nearly equal size."""
         assert self.data is not None
-        flat = self.data.flatten(0, 1)
-        order = torch.randperm(flat.shape[0], generator=generator)
-        for index in order.tensor_split(count) if count > 1 else [order]:
-            with region("data"):
-                batch = flat[index]
-            yield batch
+        with region("data"):
+            flat = self.data.flatten(0, 1)
+            order = torch.randperm(flat.shape[0], generator=generator)
+            # All at once, and not by `flat[order]`: both together take a third of the time.
+            shuffled = flat.apply(lambda rows: rows.index_select(0, order))
+        yield from shuffled.tensor_split(count)

@@ -7,6 +7,7 @@ A *talk* is a generator that yields requests and is sent the responses, one conn
 from __future__ import annotations
 
 import json
+import os
 import selectors
 import socket
 import sys
@@ -145,6 +146,8 @@ def repeat(first: bytes, rest: Sequence[bytes]) -> Talk:
 
 def main() -> None:
     """`serving_load.py HOST PORT SECONDS FILE`: lines of JSON [first, rest...], each in hex."""
+    if hasattr(os, "SCHED_BATCH"):  # never interrupt the server on a core that both need
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     host, port, seconds, file = sys.argv[1:]
     talks = []
     for line in Path(file).read_text().splitlines():

@@ -51,7 +51,27 @@ _NOTHING = _Nothing()
 
 
 class Connection(HttpToolsProtocol):
-    """A client's connection."""
+    """A client's connection.
+
+    Attributes:
+        idle_since: when its last request was answered; None before the first and within a request.
+            `give_up` closes who is idle for too long: a timer for every request costs more.
+    """
+
+    idle_since: float | None = None
+
+    def _unset_keepalive_if_required(self) -> None:
+        self.idle_since = None
+
+    def on_response_complete(self) -> None:
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        else:
+            self.idle_since = time.monotonic()
 
     def on_message_begin(self) -> None:
         self.url = b""
@@ -116,7 +136,12 @@ class Connection(HttpToolsProtocol):
                 task.add_done_callback(self.tasks.discard)
 
     def give_up(self, now: float) -> None:
-        """Answer 408 to a request on the short way whose body does not come, when it is time."""
+        """Close when it has been idle for too long; answer 408 to a request on the short way whose
+        body does not come."""
+        if self.idle_since is not None:
+            if now - self.idle_since > self.timeout_keep_alive:
+                self.transport.close()
+            return
         cycle: Any = self.cycle
         if type(cycle) is _Short and cycle.reading and now - cycle.began > READ_SECONDS:
             cycle.reading = False

@@ -19,7 +19,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from threading import Semaphore
+from threading import Lock
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from pipeline.serving.metrics import Metrics
 from pipeline.serving.model import RNG_RANGE, Model
 
 MAX_BATCH = 32  # rows; more are not much cheaper each, and all wait for the last
-MAX_DEEP = 10  # rows that deliberate, in a batch with others; twice as many among themselves
+MAX_DEEP = 9  # rows that deliberate, in a batch with others; twice as many among themselves
 MAX_QUEUE = 2048  # requests waiting, of all sessions together
 MAX_QUEUE_OF_ONE = 16  # requests of one session waiting for one another
 INLINE_ROWS = 2  # so few rows, one after another, run faster than a thread is woken
@@ -106,7 +106,7 @@ class Engine:
         self._running = False
         self._scheduled = False
         self._small = True  # the last batch was: whoever comes next is probably alone
-        self._handed = Semaphore(0)  # the thread has begun with its batch
+        self._handed = Lock()  # held until the thread has begun with its batch
         self._thread = ThreadPoolExecutor(1, "batches")
         self._other_thread = ThreadPoolExecutor(1, "stateless")
 
@@ -328,10 +328,12 @@ class Engine:
             error = _attempt(model.run, len(batch))
             loop.call_soon_threadsafe(self._finish, model, batch, began, error)
 
+        self._handed.acquire()
         self._thread.submit(run)
         # Reading from a socket gives the interpreter's lock away, but for less time than a thread
         # takes to wake up: without this the run would not begin before everything is read.
-        self._handed.acquire()
+        with self._handed:
+            pass
 
     def _load(self, model: Model, batch: list[Item]) -> list[Item]:
         """Fill the input buffers; requests with a bad observation are refused and left out."""

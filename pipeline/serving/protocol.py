@@ -21,7 +21,7 @@ from pipeline.serving.agent import Decision
 from pipeline.serving.model import DATATYPES, NAME, RNG_RANGE, Field, Model
 
 Results = int | list[tuple[str, np.ndarray, bool]]
-MAX_KNOWN = 10_000  # headers remembered
+MAX_KNOWN, MAX_KNOWN_BYTES = 10_000, 4096  # headers remembered, and how long they may be
 MAX_TIMEOUT = 3_600_000_000  # microseconds
 MAX_NUMBER = 2**64 - 1  # as sequence_id
 NAME_PATTERN = "^[A-Za-z0-9_-]{1,128}$"  # of a session: it can stand in a path as it is
@@ -134,7 +134,8 @@ class Parser:
         if "outputs" in header:
             ask.outputs = _outputs(ask, model, header["outputs"])
         lasting = ask.sequence is not None and not ask.start and not ask.end
-        if head and lasting and len(binary) == model.record_bytes:
+        usual = lasting and len(binary) == model.record_bytes
+        if head and usual and len(head) <= MAX_KNOWN_BYTES:
             if len(self._known) >= MAX_KNOWN:
                 self._known.clear()
             self._known[head] = ask, model.version, _cuts(model, inputs)

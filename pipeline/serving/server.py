@@ -190,7 +190,7 @@ class Watch:
 
 
 class Sweeper:
-    """Every second: idle sessions, bodies and headers that do not come."""
+    """Every second: idle sessions and connections, bodies and headers that do not come."""
 
     def __init__(self, app: App, server: Any) -> None:
         self.app, self.server = app, server
@@ -203,8 +203,8 @@ class Sweeper:
         waiting = {}
         for connection in list(self.server.server_state.connections):
             connection.give_up(now)
-            idle = connection.cycle is None or connection.cycle.response_complete
-            if idle and connection.timeout_keep_alive_task is None:  # within a request's headers
+            asked = connection.cycle is not None and not connection.cycle.response_complete
+            if connection.idle_since is None and not asked:  # within a request's headers
                 waiting[connection] = since = self._waiting.get(connection, now)
                 if now - since > HEADER_SECONDS:
                     connection.transport.close()

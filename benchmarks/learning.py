@@ -53,6 +53,7 @@ from stages.common import threads
 from stages.policy import make_mind
 
 RESULTS = Path(__file__).parent / "results" / "learning.json"
+MANY = 4  # times the worlds of params.yaml, where the batch is what is measured
 EVERYONE = "_everyone"  # after the name of a peer to whom our batched worlds are lent
 
 
@@ -92,11 +93,13 @@ class Window:
         """Nobody reads it here; stages do."""
 
 
-def learning(setting: Setting, compile: bool, precision: Precision, count: int) -> dict[str, float]:
+def learning(
+    setting: Setting, compile: bool, precision: Precision, count: int, worlds: int
+) -> dict[str, float]:
     """`count` iterations of PPO as the stage `policy` runs them, after two of warm-up."""
     only_ppo = {
         "imitation_iterations": 0, "critic_iterations": 0, "ppo_iterations": count + 4,
-        "max_kl": 1e9,
+        "max_kl": 1e9, "worlds": worlds,
     }  # fmt: skip
     sizes = setting.params.policy.model_copy(update=only_ppo)
     how = CompileParams(rollout=compile, update=compile, precision=precision)  # type: ignore[arg-type]
@@ -356,13 +359,18 @@ def main(arguments: list[str] | None = None) -> int:
         kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cold
         for _ in range(rounds):
-            for compile in (True, False):
-                for precision in dict.fromkeys(("fp32", fast)):
-                    name = f"{'compiled' if compile else 'eager'}_{precision}"
-                    torch._dynamo.reset()
-                    row = learning(setting, compile, precision, count)
-                    rows.setdefault(name, []).append(row)
-                    print(f"  {name:14} {row['agent_steps_per_s']:9,.0f} agent-steps/s", flush=True)
+            ways: list[tuple[bool, Precision, int]] = [
+                (compile, precision, policy.worlds)
+                for compile in (True, False)
+                for precision in dict.fromkeys(("fp32", fast))
+            ]
+            for compile, precision, worlds in [*ways, (True, fast, MANY * policy.worlds)]:
+                name = f"{'compiled' if compile else 'eager'}_{precision}"
+                name += f"_{worlds}" if worlds != policy.worlds else ""
+                torch._dynamo.reset()
+                row = learning(setting, compile, precision, count, worlds)
+                rows.setdefault(name, []).append(row)
+                print(f"  {name:24} {row['agent_steps_per_s']:9,.0f} agent-steps/s", flush=True)
             for name, seen in others.items():
                 everyone = name.endswith(EVERYONE)
                 worlds = peers.EVERYONES_WORLDS if everyone and not small else peers.STOCK_WORLDS
@@ -374,7 +382,7 @@ def main(arguments: list[str] | None = None) -> int:
                     )
                 )  # fmt: skip
                 speed = seen[-1].steps / seen[-1].seconds
-                print(f"  {name:14} {speed:9,.0f} agent-steps/s", flush=True)
+                print(f"  {name:24} {speed:9,.0f} agent-steps/s", flush=True)
         if kept is None:
             del os.environ["TORCHINDUCTOR_CACHE_DIR"]
         else:
@@ -392,6 +400,7 @@ def main(arguments: list[str] | None = None) -> int:
         best = f"compiled_{fast}"
         result |= {
             "agent_steps_per_s": speed_of(best),
+            "agent_steps_per_s_of_many": speed_of(f"{best}_{MANY * policy.worlds}"),
             "over_sb3_recurrent": speed_of(best) / peer_speed("recurrent_ppo"),
             "over_lstm_ppo": speed_of(best) / peer_speed("lstm_ppo"),
             "over_sb3_recurrent_everyone": speed_of(best) / peer_speed(f"recurrent_ppo{EVERYONE}"),

@@ -275,7 +275,9 @@ def train_policy(
     imitation = Update(
         imitate, everything, learning_rate=params.imitation_learning_rate, precision=precision
     )
-    critic_only = Update(fit_critic, critic.parameters(), learning_rate=params.learning_rate)
+    critic_only = Update(
+        fit_critic, critic.parameters(), learning_rate=params.learning_rate, precision=precision
+    )
     ppo = Update(
         improve, everything, learning_rate=params.learning_rate, max_grad_norm=0.5,
         compile=compiling.update, precision=precision,

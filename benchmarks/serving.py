@@ -501,6 +501,7 @@ def soak(path: Path, minutes: float) -> dict[str, Any]:
             "reloads": int(counted['hamlet_reloads_total{result="done"}']),
             "reloads_failed": int(counted['hamlet_reloads_total{result="failed"}']),
             "memory_mb": {"early": median(early), "late": median(late), "most": max(memory)},
+            "memory_mb_every_30_s": [round(x, 1) for x in memory[::30]],
         }
         for line in judge.wrong[:10]:
             print(line)

@@ -11,6 +11,7 @@ members.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -100,7 +101,7 @@ class WorldModel(nn.Module):
         self.places = 2 * f
         d = self.places + latent
         self.sizes = [d, self.places, k, 1, 1, a, 1, 1]
-        inputs = d + self.places + k + f + a
+        inputs = d + self.places + k + f + a + 1
         self.layers = nn.ModuleList(
             [
                 EnsembleLinear(members, inputs, width),
@@ -125,22 +126,27 @@ class WorldModel(nn.Module):
     def field(self, known_state: Tensor, name: str) -> Tensor:
         return known_state[..., self.shape.self_names.index(name)]
 
-    def here(self, mean: Tensor, log_std: Tensor) -> Tensor:
-        """[., F] 1 where the agent knows that it stands on the affordance."""
+    def places_of(self, mean: Tensor, log_std: Tensor) -> tuple[Tensor, Tensor]:
+        """[., F], [., F]: 1 where the agent knows the affordance's place, and where, known, it is
+        the agent's own."""
         size = (self.shape.width, self.shape.height)
         offsets = mean[..., : self.places].unflatten(-1, (-1, 2))
         distance = (offsets * offsets.new_tensor(size)).abs().sum(-1)
         # Known: a deviation of at most half a cell; from a whole cell on it is not.
         spread = log_std[..., : self.places].unflatten(-1, (-1, 2)).amax(-1)
-        unsure = (spread + torch.log(spread.new_tensor(2.0 * max(size)))) / 0.6931
-        return level(distance) * (1 - unsure).clamp(0.0, 1.0)
+        unsure = (spread + math.log(2.0 * max(size))) / math.log(2.0)
+        known = (1 - unsure).clamp(0.0, 1.0)
+        return known, known * level(distance)
 
     def inputs(
         self, mean: Tensor, log_std: Tensor, known_state: Tensor, here: Tensor, action: Tensor
     ) -> Tensor:
-        """[., I] what the networks see."""
+        """[., I] what the networks see; at last, that something is used that is not known."""
         chosen = F.one_hot(action, self.shape.num_actions).to(mean.dtype)
-        return torch.cat([mean, log_std[..., : self.places], known_state, here, chosen], -1)
+        interact = self.shape.action_names.index("INTERACT")
+        strange = chosen[..., interact] * (1 - here.sum(-1))
+        spread = log_std[..., : self.places]
+        return torch.cat([mean, spread, known_state, here, chosen, strange.unsqueeze(-1)], -1)
 
     def networks(self, x: Tensor) -> Tensor:
         """[E, B, I] -> [E, B, sum(sizes)]: what each member says, in units of `scale`."""
@@ -153,20 +159,22 @@ class WorldModel(nn.Module):
         mean: Tensor,
         log_std: Tensor,
         known_state: Tensor,
-        here: Tensor,
+        places: tuple[Tensor, Tensor],
         action: Tensor,
         said: Tensor,
     ) -> Prediction:
         """The next tick, in the precision of its inputs.
 
         Args:
-            mean, log_std, known_state, action: [., D], [., D], [., K], [.]; here: of `here`.
+            mean, log_std, known_state, action: [., D], [., D], [., K], [.]; places: of
+                `places_of`.
             said: [., sum(sizes)] what a network, or their mean, says of it.
         """
-        out = said * self.scale.to(said.dtype)
+        out = said * self.scale.to(mean.dtype)
         d_mean, d_spread, d_known, cont, value, legal, free, log_error = out.split(self.sizes, -1)
         chosen = F.one_hot(action, self.shape.num_actions).to(mean.dtype)
         interact = self.shape.action_names.index("INTERACT")
+        located, here = places
         tries = here * chosen[..., interact : interact + 1]
         free = free.sigmoid()
         used = tries * free
@@ -191,12 +199,16 @@ class WorldModel(nn.Module):
         reward = self.worth(torch.cat([meters, products, old], -1))
 
         spread, latent_spread = log_std.split([self.places, self.latent], -1)
-        places, hidden = (mean + d_mean).split([self.places, self.latent], -1)
-        mean = torch.cat([places + RULE_UNIT * self.shift(chosen), hidden], -1)
+        # What is known to be somewhere stays there; the agent moves.
+        moves, d_latent = d_mean.split([self.places, self.latent], -1)
+        moves = moves * (1 - located).repeat_interleave(2, -1) + RULE_UNIT * self.shift(chosen)
+        mean = mean + torch.cat([moves, d_latent], -1)
         log_std = torch.cat([spread + d_spread, latent_spread], -1)
         clock = torch.stack([self.field(known, "sin_hour"), self.field(known, "cos_hour")], -1)
         hour = (clock @ self.hours.to(clock.dtype)).argmax(-1)
-        usable = self.here(mean, log_std) * F.embedding(hour, self.open.to(mean.dtype)).sigmoid()
+        usable = (
+            self.places_of(mean, log_std)[1] * F.embedding(hour, self.open.to(mean.dtype)).sigmoid()
+        )
         x = self.field(known, "x") * (self.shape.width - 1)
         y = self.field(known, "y") * (self.shape.height - 1)
         walls = torch.stack([y, self.shape.height - 1 - y, x, self.shape.width - 1 - x], -1)
@@ -216,9 +228,9 @@ class WorldModel(nn.Module):
         self, mean: Tensor, log_std: Tensor, known_state: Tensor, action: Tensor
     ) -> Prediction:
         """Every member predicts from its own state: [E, B, ...] in, [E, B, ...] out."""
-        here = self.here(mean, log_std)
-        said = self.networks(self.inputs(mean, log_std, known_state, here, action))
-        return self.apply_rules(mean, log_std, known_state, here, action, said)
+        places = self.places_of(mean, log_std)
+        said = self.networks(self.inputs(mean, log_std, known_state, places[1], action))
+        return self.apply_rules(mean, log_std, known_state, places, action, said)
 
     def forward(
         self, mean: Tensor, log_std: Tensor, known_state: Tensor, action: Tensor
@@ -235,11 +247,11 @@ class WorldModel(nn.Module):
             float32 [.] in [0, 1] and novel bool [.].
         """
         exact = mean.double(), log_std.double(), known_state.double()
-        here = self.here(*exact[:2])
-        x = self.inputs(mean, log_std, known_state, here.float(), action)
+        places = self.places_of(*exact[:2])
+        x = self.inputs(mean, log_std, known_state, places[1].float(), action)
         said = self.networks(x.expand(self.members, -1, -1))
         disagreement = self.disagreement(said)
-        p = self.apply_rules(*exact, here, action, said.mean(0).double())
+        p = self.apply_rules(*exact, places, action, said.mean(0))
         return (
             p.mean.float(),
             p.log_std.float(),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from pipeline.export.frozen import freeze, load_frozen
 from pipeline.export.onnx import export_onnx
 from pipeline.learning.train_world_model import (
     INPUTS,
@@ -164,6 +165,31 @@ def sharp(shape, seed: int) -> WorldModel:
     torch.nn.init.normal_(model.open, std=10.0)
     model.scale.fill_(0.02)
     return model
+
+
+def test_the_frozen_graph_runs_in_bfloat16_too(shape, tmp_path):
+    """As in the policy's rollouts, where what a network says is half a number's width."""
+    model, d = sharp(shape, 2), 2 * shape.num_affordances + LATENT
+    rng = torch.Generator().manual_seed(4)
+    values = [
+        torch.rand(4, d, generator=rng) - 0.5,
+        torch.full((4, d), -3.9),
+        torch.rand(4, shape.self_dim, generator=rng),
+        torch.arange(4),
+    ]
+    inputs = dict(zip(INPUTS, values, strict=True))
+    outputs = [f"o{i}" for i in range(10)]
+    freeze(
+        model, inputs, outputs, tmp_path / "m.pt2",
+        kind="world_model", pack="p" * 64, upstream={}, extra={},
+    )  # fmt: skip
+    frozen, _ = load_frozen(tmp_path / "m.pt2")
+    exact = frozen(*values)
+    with torch.autocast("cpu", torch.bfloat16):
+        near = frozen(*values)
+    for a, b in zip(exact[:7], near[:7], strict=True):
+        assert b.dtype == torch.float32
+        torch.testing.assert_close(a, b, atol=0.02, rtol=0.02)
 
 
 def test_ten_imagined_ticks_are_the_same_in_onnx_runtime(shape):

@@ -78,9 +78,11 @@ def targets(window: TensorDict, t: int) -> dict[str, Tensor]:
 def world_model_loss(model: WorldModel, window: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss of all members over windows [H + 1, E, count], each fed its own predictions.
 
-    The known state's error is absolute, not squared: whether a place is free is often as good as a
-    coin's toss, and then the likelier outcome is a state that exists, unlike the mean of both.
+    Whether a place that is used is free for the agent is often as good as a coin's toss. The rules
+    are learned from how it fell; its odds, and the error to be expected without knowing it, apart.
     """
+    blocked = model.shape.self_names.index("blocked")
+    interact = model.shape.action_names.index("INTERACT")
     unit = dict(zip(SCALED, model.scale.split(model.sizes), strict=True))
     known_unit = unit["known_state"].clamp_min(ERROR_UNIT)
     mean, log_std = window["mean"][0], window["log_std"][0]
@@ -90,8 +92,9 @@ def world_model_loss(model: WorldModel, window: TensorDict) -> tuple[Tensor, dic
     horizon = window.shape[0] - 1
     bce = F.binary_cross_entropy_with_logits
     for t in range(horizon):
-        p = model.members_step(mean, log_std, known, window["action"][t])
         truth = targets(window, t)
+        free = 1 - truth["known_state"][..., blocked]
+        p, blind = model.members_step(mean, log_std, known, window["action"][t], free)
         survived = weight * truth["continue_logit"]
         places, latent = (((p.mean - truth["mean"]) / unit["mean"]).square()).split(
             [model.places, model.latent], -1
@@ -99,7 +102,9 @@ def world_model_loss(model: WorldModel, window: TensorDict) -> tuple[Tensor, dic
         spread = (p.log_std - truth["log_std"])[..., : model.places] / unit["log_std"]
         off = (p.known_state - truth["known_state"]).abs()
         before = (known - window["known_state"][t]).abs()
-        added = (off - before)[..., :METERS].mean(-1).detach().clamp_min(0)
+        after = (blind.known_state - truth["known_state"]).abs()
+        added = (after - before)[..., :METERS].mean(-1).detach().clamp_min(0)
+        tries = weight * (window["action"][t] == interact)
         # The likelihood of an error that is distributed exponentially.
         likelihood = added / ERROR_UNIT * (-p.log_error).exp() + p.log_error
         parts = {
@@ -115,6 +120,7 @@ def world_model_loss(model: WorldModel, window: TensorDict) -> tuple[Tensor, dic
             "legal": weighted_mean(
                 bce(p.legal_logit, truth["legal_logit"], reduction="none").mean(-1), survived
             ),
+            "free": weighted_mean(bce(p.free_logit, free, reduction="none"), tries) * 0.3,
             "error": weighted_mean(likelihood, survived) * 0.1,
         }
         for name, value in parts.items():

@@ -44,6 +44,8 @@ class Prediction(NamedTuple):
     """float32 [.] expected discounted return after the tick, in rewards."""
     legal_logit: Tensor
     """float32 [., A] log-odds of each action being legal at the next tick."""
+    free_logit: Tensor
+    """float32 [.] log-odds that the place the agent would use is free for it."""
     log_error: Tensor
     """float32 [.] logarithm of the error to be expected of the next meters, their mean."""
 
@@ -162,6 +164,7 @@ class WorldModel(nn.Module):
         places: tuple[Tensor, Tensor],
         action: Tensor,
         said: Tensor,
+        free: Tensor | None = None,
     ) -> Prediction:
         """The next tick, in the precision of its inputs.
 
@@ -169,16 +172,20 @@ class WorldModel(nn.Module):
             mean, log_std, known_state, action: [., D], [., D], [., K], [.]; places: of
                 `places_of`.
             said: [., sum(sizes)] what a network, or their mean, says of it.
+            free: [.] whether the place was free for the agent, where that is known; else what is
+                predicted is the mean over what is said of it.
         """
         out = said * self.scale.to(mean.dtype)
-        d_mean, d_spread, d_known, cont, value, legal, free, log_error = out.split(self.sizes, -1)
+        d_mean, d_spread, d_known, cont, value, legal, free_logit, log_error = out.split(
+            self.sizes, -1
+        )
         chosen = F.one_hot(action, self.shape.num_actions).to(mean.dtype)
         interact = self.shape.action_names.index("INTERACT")
         located, here = places
         tries = here * chosen[..., interact : interact + 1]
-        free = free.sigmoid()
-        used = tries * free
-        refused = tries.sum(-1, keepdim=True) * (1 - free)
+        served = free_logit.sigmoid() if free is None else free.unsqueeze(-1)
+        used = tries * served
+        refused = tries.sum(-1, keepdim=True) * (1 - served)
         progress = 10 * self.field(known_state, "progress").unsqueeze(-1)
         stage = level((progress - torch.arange(PROGRESS).to(progress.dtype)).abs())
         using = (used.unsqueeze(-1) * stage.unsqueeze(-2)).flatten(-2)
@@ -221,16 +228,29 @@ class WorldModel(nn.Module):
             continue_logit=cont.squeeze(-1),
             value=value.squeeze(-1),
             legal_logit=legal + 10 * self.legal(borders),
+            free_logit=free_logit.squeeze(-1),
             log_error=log_error.squeeze(-1).clamp(-4.0, 3.0),
         )
 
     def members_step(
-        self, mean: Tensor, log_std: Tensor, known_state: Tensor, action: Tensor
-    ) -> Prediction:
-        """Every member predicts from its own state: [E, B, ...] in, [E, B, ...] out."""
+        self,
+        mean: Tensor,
+        log_std: Tensor,
+        known_state: Tensor,
+        action: Tensor,
+        free: Tensor,
+    ) -> tuple[Prediction, Prediction]:
+        """Every member predicts from its own state: [E, B, ...] in, [E, B, ...] out.
+
+        Returns:
+            what follows if the place was `free` [E, B] or not, and what follows in the mean.
+        """
         places = self.places_of(mean, log_std)
         said = self.networks(self.inputs(mean, log_std, known_state, places[1], action))
-        return self.apply_rules(mean, log_std, known_state, places, action, said)
+        given = mean, log_std, known_state, places, action, said
+        told = self.apply_rules(*given, free)
+        with torch.no_grad():
+            return told, self.apply_rules(*given)
 
     def forward(
         self, mean: Tensor, log_std: Tensor, known_state: Tensor, action: Tensor

@@ -42,10 +42,10 @@ def shape() -> TownShape:
     return TownShape.of(Town(load_pack("l4_contention"), num_layouts=8))
 
 
-@pytest.fixture(scope="module")
-def lived(shape) -> Any:
-    """[T, B, 1]: everybody stands on affordance 0 or on none; using it feeds energy by GAIN, and
-    every tick costs LOSS; the reward is energy, and a life ends with it."""
+def live(shape, refused: float) -> Any:
+    """[T, B, 1]: everybody stands on affordance 0 or on none; using it feeds energy by GAIN unless
+    it is refused, with that probability, and every tick costs LOSS; the reward is energy, and a
+    life ends with it."""
     rng = torch.Generator().manual_seed(2)
     size = (WORLDS, 1)
     stands = torch.rand(size, generator=rng) < 0.5
@@ -55,15 +55,19 @@ def lived(shape) -> Any:
     mean[..., :2] = torch.where(stands, 0.0, 0.4).unsqueeze(-1)
     log_std = torch.full_like(mean, -3.9)
     interact = shape.action_names.index("INTERACT")
+    blocked = torch.zeros(size)
     rows: list[Any] = []
     for _ in range(TICKS):
         known = torch.zeros(*size, shape.self_dim)
         known[..., :METERS] = 0.5
         known[..., 0] = energy
+        known[..., shape.self_names.index("blocked")] = blocked
         known[..., shape.self_names.index("cos_hour")] = 1.0
         tries = torch.rand(size, generator=rng) < 0.25
         action = torch.where(tries, interact, torch.randint(4, size, generator=rng))
-        after = (energy - LOSS + GAIN * (tries & stands)).clamp(0, 1)
+        toss = torch.rand(size, generator=rng) < refused
+        blocked = (tries & stands & toss).float()
+        after = (energy - LOSS + GAIN * (tries & stands & ~toss)).clamp(0, 1)
         after = torch.where(alive, after, energy)
         done = alive & (after <= 0)
         reward = torch.where(alive & ~done, after, 0.0)
@@ -80,6 +84,11 @@ def lived(shape) -> Any:
         )  # fmt: skip
         energy, alive = after, alive & ~done
     return torch.stack(rows)
+
+
+@pytest.fixture(scope="module")
+def lived(shape) -> Any:
+    return live(shape, 0.0)
 
 
 def oracle(shape):
@@ -143,6 +152,29 @@ def test_rules_are_learned_and_held_out_worlds_are_predicted(shape, lived, tmp_p
     assert numbers["meter_error_15_over_persistence"] < 0.5
     assert numbers["reward_r2"] > 0.9
     assert numbers["continue_auroc"] > 0.9
+
+
+def test_a_toss_is_expected_in_the_mean_and_doubted(shape, tmp_path):
+    """Half of all uses are refused: the rule is still learned whole, its effect expected by half,
+    and confidence is lower than where nothing is tried."""
+    params = WorldModelParams(
+        hidden=16, members=2, horizon=2, steps=600, batch=64, learning_rate=5e-3
+    )
+    tossed, worlds = live(shape, 0.5), torch.arange(WORLDS)
+    model = train_world_model(
+        tossed, worlds[:16], shape, LATENT, params, 5, tmp_path / "checkpoint.pt", Silent()
+    )
+    calibrate(model, tossed, worlds[16:], 5)
+    now = tossed[:-1, 16:].flatten()
+    inside = now["alive"] & (now["known_state"][:, 0] > 0.2) & (now["known_state"][:, 0] < 0.8)
+    now = now[inside]
+    with torch.no_grad():
+        _, _, known, *_, confidence, _ = model(*(now[key] for key in INPUTS))
+    used = (now["mean"][:, 0] == 0) & (now["action"] == shape.action_names.index("INTERACT"))
+    gained = (known - now["known_state"])[:, 0] + LOSS
+    assert GAIN * 0.3 < gained[used].mean() < GAIN * 0.7
+    assert gained[~used].abs().mean() < GAIN / 10
+    assert confidence[used].mean() < confidence[~used].mean() - 0.2
 
 
 def test_what_is_nearly_whole_counts_as_whole():

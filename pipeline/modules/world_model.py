@@ -12,6 +12,7 @@ members.
 from __future__ import annotations
 
 import math
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from pipeline.modules.contracts import METERS, TownShape
 HOURS = 24
 PROGRESS = 10  # ticks of use that are told apart
 KNOTS = 10  # per meter: where its effect on the others may change its slope
-RULE_UNIT = 0.1  # of the rules' weights, so that one learning rate suits them and the networks
+RULE_UNIT = 0.1
 ERROR_UNIT = 0.01
 
 
@@ -66,13 +67,15 @@ class EnsembleLinear(nn.Module):
 class Rule(nn.Module):
     """A linear layer that begins at zero and computes in the precision of its input."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int, unit: float = 1.0) -> None:
         super().__init__()
+        self.unit = unit  # of what it says, so that one learning rate suits all
         self.weight = nn.Parameter(torch.zeros(inputs, outputs))
         self.bias = nn.Parameter(torch.zeros(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.to(x.dtype) + self.bias.to(x.dtype)
+        weight, bias = self.weight.to(x.dtype) * self.unit, self.bias.to(x.dtype) * self.unit
+        return x @ weight + bias
 
 
 def level(distance: Tensor) -> Tensor:
@@ -111,12 +114,12 @@ class WorldModel(nn.Module):
                 EnsembleLinear(members, width, sum(self.sizes)),
             ]
         )
-        self.effects = Rule(f * PROGRESS + f + 2 * a + METERS * KNOTS + k + 1, k)
-        self.shift = Rule(a, self.places)
+        self.effects = Rule(f * PROGRESS + f + 2 * a + METERS * KNOTS + k + 1, k, RULE_UNIT)
+        self.shift = Rule(a, self.places, RULE_UNIT)
         self.worth = Rule(METERS * METERS + METERS + 1, 1)
-        self.survival = Rule(METERS + 1, 1)
+        self.survival = Rule(METERS + 1, 1, 10.0)
         self.open = nn.Parameter(torch.zeros(HOURS, f))
-        self.legal = Rule(1 + 4, a)
+        self.legal = Rule(1 + 4, a, 10.0)
         angle = torch.arange(HOURS) * (2 * torch.pi / HOURS)
         self.register_buffer("hours", torch.stack([angle.sin(), angle.cos()]))
         # Deviation of every number the networks predict in the training data: their unit.
@@ -125,26 +128,25 @@ class WorldModel(nn.Module):
         self.register_buffer("error_scale", torch.tensor(ERROR_UNIT))
         self.register_buffer("novel_threshold", torch.tensor(1.0))
 
-    def field(self, known_state: Tensor, name: str) -> Tensor:
-        return known_state[..., self.shape.self_names.index(name)]
+    def fields(self, known_state: Tensor, *names: str) -> Tensor:
+        """[., len(names)] of the self-state."""
+        return known_state[..., [self.shape.self_names.index(name) for name in names]]
 
     def places_of(self, mean: Tensor, log_std: Tensor) -> tuple[Tensor, Tensor]:
         """[., F], [., F]: 1 where the agent knows the affordance's place, and where, known, it is
         the agent's own."""
         size = (self.shape.width, self.shape.height)
-        offsets = mean[..., : self.places].unflatten(-1, (-1, 2))
-        distance = (offsets * offsets.new_tensor(size)).abs().sum(-1)
+        cells = mean[..., : self.places] * mean.new_tensor(size * self.shape.num_affordances)
+        distance = cells.abs().unflatten(-1, (-1, 2)).sum(-1)
         # Known: a deviation of at most half a cell; from a whole cell on it is not.
         spread = log_std[..., : self.places].unflatten(-1, (-1, 2)).amax(-1)
-        unsure = (spread + math.log(2.0 * max(size))) / math.log(2.0)
-        known = (1 - unsure).clamp(0.0, 1.0)
+        known = (-math.log2(max(size)) - spread / math.log(2.0)).clamp(0.0, 1.0)
         return known, known * level(distance)
 
     def inputs(
-        self, mean: Tensor, log_std: Tensor, known_state: Tensor, here: Tensor, action: Tensor
+        self, mean: Tensor, log_std: Tensor, known_state: Tensor, here: Tensor, chosen: Tensor
     ) -> Tensor:
         """[., I] what the networks see; at last, that something is used that is not known."""
-        chosen = F.one_hot(action, self.shape.num_actions).to(mean.dtype)
         interact = self.shape.action_names.index("INTERACT")
         strange = chosen[..., interact] * (1 - here.sum(-1))
         spread = log_std[..., : self.places]
@@ -162,15 +164,15 @@ class WorldModel(nn.Module):
         log_std: Tensor,
         known_state: Tensor,
         places: tuple[Tensor, Tensor],
-        action: Tensor,
+        chosen: Tensor,
         said: Tensor,
         free: Tensor | None = None,
     ) -> Prediction:
         """The next tick, in the precision of its inputs.
 
         Args:
-            mean, log_std, known_state, action: [., D], [., D], [., K], [.]; places: of
-                `places_of`.
+            mean, log_std, known_state: [., D], [., D], [., K]; places: of `places_of`.
+            chosen: [., A] 1 at the action taken.
             said: [., sum(sizes)] what a network, or their mean, says of it.
             free: [.] whether the place was free for the agent, where that is known; else what is
                 predicted is the mean over what is said of it.
@@ -179,27 +181,26 @@ class WorldModel(nn.Module):
         d_mean, d_spread, d_known, cont, value, legal, free_logit, log_error = out.split(
             self.sizes, -1
         )
-        chosen = F.one_hot(action, self.shape.num_actions).to(mean.dtype)
         interact = self.shape.action_names.index("INTERACT")
         located, here = places
         tries = here * chosen[..., interact : interact + 1]
         served = free_logit.sigmoid() if free is None else free.unsqueeze(-1)
         used = tries * served
         refused = tries.sum(-1, keepdim=True) * (1 - served)
-        progress = 10 * self.field(known_state, "progress").unsqueeze(-1)
+        progress = 10 * self.fields(known_state, "progress")
         stage = level((progress - torch.arange(PROGRESS).to(progress.dtype)).abs())
         using = (used.unsqueeze(-1) * stage.unsqueeze(-2)).flatten(-2)
         knots = torch.arange(1, KNOTS + 1).to(mean.dtype) / KNOTS
         low = F.relu(knots - known_state[..., :METERS].unsqueeze(-1)).flatten(-2)
         facts = [using, used, refused, chosen, chosen * progress, low, known_state]
-        d_known = d_known + RULE_UNIT * self.effects(torch.cat(facts, -1))
+        d_known = d_known + self.effects(torch.cat(facts, -1))
         meters, rest = (known_state + d_known).split([METERS, self.shape.self_dim - METERS], -1)
 
         # A life ends with a meter, or with age; rewards are products of meters in most packs.
         age = rest[..., self.shape.self_names.index("age") - METERS, None].detach()
-        old = ((age - 1) * self.shape.lifespan + 1).clamp(0.0, 1.0)
+        old = (age * self.shape.lifespan - (self.shape.lifespan - 1)).clamp(0.0, 1.0)
         ends = torch.cat([(-50 * F.relu(meters + 0.02)).exp(), old], -1)
-        cont = cont + 10 * self.survival(ends)
+        cont = cont + self.survival(ends)
         meters = meters.clamp(0.0, 1.0)
         known = torch.cat([meters, rest], -1)
         products = (meters.unsqueeze(-1) * meters.unsqueeze(-2)).flatten(-2)
@@ -208,17 +209,19 @@ class WorldModel(nn.Module):
         spread, latent_spread = log_std.split([self.places, self.latent], -1)
         # What is known to be somewhere stays there; the agent moves.
         moves, d_latent = d_mean.split([self.places, self.latent], -1)
-        moves = moves * (1 - located).repeat_interleave(2, -1) + RULE_UNIT * self.shift(chosen)
+        unsure = torch.stack([1 - located, 1 - located], -1).flatten(-2)
+        moves = moves * unsure + self.shift(chosen)
         mean = mean + torch.cat([moves, d_latent], -1)
         log_std = torch.cat([spread + d_spread, latent_spread], -1)
-        clock = torch.stack([self.field(known, "sin_hour"), self.field(known, "cos_hour")], -1)
+        clock = self.fields(known, "sin_hour", "cos_hour")
         hour = (clock @ self.hours.to(clock.dtype)).argmax(-1)
         usable = (
             self.places_of(mean, log_std)[1] * F.embedding(hour, self.open.to(mean.dtype)).sigmoid()
         )
-        x = self.field(known, "x") * (self.shape.width - 1)
-        y = self.field(known, "y") * (self.shape.height - 1)
-        walls = torch.stack([y, self.shape.height - 1 - y, x, self.shape.width - 1 - x], -1)
+        right, down = float(self.shape.width - 1), float(self.shape.height - 1)
+        walls = self.fields(known, "y", "y", "x", "x") * known.new_tensor(
+            [down, -down, right, -right]
+        ) + known.new_tensor([0.0, down, 0.0, right])
         borders = torch.cat([usable.sum(-1, keepdim=True), level(walls.abs())], -1)
         return Prediction(
             mean=mean,
@@ -227,7 +230,7 @@ class WorldModel(nn.Module):
             reward=reward.squeeze(-1),
             continue_logit=cont.squeeze(-1),
             value=value.squeeze(-1),
-            legal_logit=legal + 10 * self.legal(borders),
+            legal_logit=legal + self.legal(borders),
             free_logit=free_logit.squeeze(-1),
             log_error=log_error.squeeze(-1).clamp(-4.0, 3.0),
         )
@@ -246,8 +249,9 @@ class WorldModel(nn.Module):
             what follows if the place was `free` [E, B] or not, and what follows in the mean.
         """
         places = self.places_of(mean, log_std)
-        said = self.networks(self.inputs(mean, log_std, known_state, places[1], action))
-        given = mean, log_std, known_state, places, action, said
+        chosen = F.one_hot(action, self.shape.num_actions).to(mean.dtype)
+        said = self.networks(self.inputs(mean, log_std, known_state, places[1], chosen))
+        given = mean, log_std, known_state, places, chosen, said
         told = self.apply_rules(*given, free)
         with torch.no_grad():
             return told, self.apply_rules(*given)
@@ -268,10 +272,13 @@ class WorldModel(nn.Module):
         """
         exact = mean.double(), log_std.double(), known_state.double()
         places = self.places_of(*exact[:2])
-        x = self.inputs(mean, log_std, known_state, places[1].float(), action)
+        chosen = F.one_hot(action, self.shape.num_actions)
+        x = self.inputs(mean, log_std, known_state, places[1].float(), chosen.float())
         said = self.networks(x.expand(self.members, -1, -1))
         disagreement = self.disagreement(said)
-        p = self.apply_rules(*exact, places, action, said.mean(0))
+        p = self.apply_rules(
+            *exact, places, chosen.double(), reduce(torch.add, said.unbind(0)) / self.members
+        )
         return (
             p.mean.float(),
             p.log_std.float(),

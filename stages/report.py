@@ -22,10 +22,17 @@ MODULE_ROWS: dict[str, list[tuple[str, str, str | None]]] = {
         ("meter_error_1_over_persistence", "meter error after 1 tick / persistence", None),
         ("meter_error_5_over_persistence", "meter error after 5 ticks / persistence", None),
         ("meter_error_15_over_persistence", "meter error after 15 ticks / persistence", None),
+        ("meter_error_50_over_persistence", "meter error after 50 ticks / persistence", None),
         ("reward_r2", "reward, R2", None),
         ("continue_auroc", "survival, AUROC", None),
         ("value_explained_variance", "value, explained variance", None),
-        ("doubt_error_correlation_1", "disagreement against error, correlation", None),
+        (
+            "return_rank_correlation_15",
+            "imagined return of 15 ticks, rank correlation (baseline: the first reward)",
+            "return_rank_correlation_15_persistence",
+        ),
+        ("doubt_error_correlation_1", "1 - confidence against error, 1 tick, correlation", None),
+        ("doubt_error_correlation_5", "the same after 5 ticks", None),
     ],
     "social": [
         ("goal_accuracy", "others' hidden goal", "goal_accuracy_prior"),

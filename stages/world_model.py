@@ -46,7 +46,9 @@ def main() -> None:
             log,
         )
         calibrate(model, lived, recorded.held_out, seed)
-        numbers = evaluate_world_model(model, lived, recorded.held_out, recorded.mortal, seed)
+        numbers = evaluate_world_model(
+            model, lived, recorded.held_out, recorded.mortal, IMAGINED_DISCOUNT, seed
+        )
         d, k, a = upstream["belief_dim"], recorded.shape.self_dim, recorded.shape.num_actions
         freeze(
             model,

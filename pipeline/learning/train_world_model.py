@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -15,11 +16,13 @@ from pipeline.learning.losses import weighted_mean
 from pipeline.learning.returns import discounted
 from pipeline.learning.update import Update
 from pipeline.modules.contracts import METERS, TownShape
-from pipeline.modules.world_model import Prediction, WorldModel
+from pipeline.modules.world_model import ERROR_UNIT, WorldModel
 from pipeline.params import WorldModelParams
 from pipeline.profiling import region
 
-REPORT_TICKS = (1, 5, 15)
+REPORT_TICKS = (1, 5, 15, 50)
+INPUTS = ("mean", "log_std", "known_state", "action")
+SCALED = ("mean", "log_std", "known_state", "continue", "value", "legal", "free", "log_error")
 
 
 def experience(data: TensorDict, beliefs: TensorDict, gamma: float) -> TensorDict:
@@ -59,61 +62,66 @@ def windows(experience: TensorDict, length: int, count: int, worlds: Tensor, rng
     return experience[t, world.expand_as(t), agent.expand_as(t)]
 
 
-def targets(window: TensorDict, t: int) -> Prediction:
-    """What came of the action at row t."""
-    return Prediction(
-        mean=window["mean"][t + 1],
-        log_std=window["log_std"][t + 1],
-        known_state=window["known_state"][t + 1],
-        reward=window["reward"][t],
-        continue_logit=(~window["done"][t]).float(),
-        value=window["value"][t],
-        legal_logit=window["legal"][t + 1].float(),
-    )
+def targets(window: TensorDict, t: int) -> dict[str, Tensor]:
+    """What came of the action at row t, by the names of `Prediction`."""
+    return {
+        "mean": window["mean"][t + 1],
+        "log_std": window["log_std"][t + 1],
+        "known_state": window["known_state"][t + 1],
+        "reward": window["reward"][t],
+        "continue_logit": (~window["done"][t]).float(),
+        "value": window["value"][t],
+        "legal_logit": window["legal"][t + 1].float(),
+    }
 
 
 def world_model_loss(model: WorldModel, window: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss of all members over windows [H + 1, E, count], each fed its own predictions."""
-    scale = dict(
-        zip(
-            ("mean", "log_std", "known_state", "reward", "_", "value"),
-            model.scale[: -model.sizes[-1]].split(model.sizes[:-1]),
-            strict=True,
-        )
-    )
+    """Loss of all members over windows [H + 1, E, count], each fed its own predictions.
+
+    Whether a place that is used is free for the agent is often as good as a coin's toss. The rules
+    are learned from how it fell; its odds, and the error to be expected without knowing it, apart.
+    """
+    blocked = model.shape.self_names.index("blocked")
+    interact = model.shape.action_names.index("INTERACT")
+    unit = dict(zip(SCALED, model.scale.split(model.sizes), strict=True))
+    known_unit = unit["known_state"].clamp_min(ERROR_UNIT)
     mean, log_std = window["mean"][0], window["log_std"][0]
     known = window["known_state"][0]
     weight = window["alive"][0].float()
     sums: dict[str, Tensor] = {}
     horizon = window.shape[0] - 1
+    bce = F.binary_cross_entropy_with_logits
     for t in range(horizon):
-        p = model.members_step(mean, log_std, known, window["action"][t])
         truth = targets(window, t)
-        survived = weight * truth.continue_logit
-
-        def squared(name: str, p: Prediction = p, truth: Prediction = truth) -> Tensor:
-            error = getattr(p, name) - getattr(truth, name)
-            if name == "log_std":
-                error = error[..., : model.places]
-            error = (error / scale[name]).square()
-            if name == "mean":  # what the latent holds is mostly noise of the moment
-                places, latent = error.split([model.places, model.latent], -1)
-                return places.mean(-1) + 0.1 * latent.mean(-1)
-            return error if name in ("reward", "value") else error.mean(-1)
-
-        bce = F.binary_cross_entropy_with_logits
+        free = 1 - truth["known_state"][..., blocked]
+        p, blind = model.members_step(mean, log_std, known, window["action"][t], free)
+        survived = weight * truth["continue_logit"]
+        places, latent = (((p.mean - truth["mean"]) / unit["mean"]).square()).split(
+            [model.places, model.latent], -1
+        )
+        spread = (p.log_std - truth["log_std"])[..., : model.places] / unit["log_std"]
+        off = (p.known_state - truth["known_state"]).abs()
+        before = (known - window["known_state"][t]).abs()
+        after = (blind.known_state - truth["known_state"]).abs()
+        added = (after - before)[..., :METERS].mean(-1).detach().clamp_min(0)
+        tries = weight * (window["action"][t] == interact)
+        # The likelihood of an error that is distributed exponentially.
+        likelihood = added / ERROR_UNIT * (-p.log_error).exp() + p.log_error
         parts = {
-            "mean": weighted_mean(squared("mean"), survived),
-            "log_std": weighted_mean(squared("log_std"), survived),
-            "known_state": weighted_mean(squared("known_state"), survived) * 4,
-            "reward": weighted_mean(squared("reward"), weight),
+            # what the latent holds is mostly noise of the moment
+            "mean": weighted_mean(places.mean(-1) + 0.1 * latent.mean(-1), survived),
+            "log_std": weighted_mean(spread.square().mean(-1), survived),
+            "known_state": weighted_mean((off / known_unit).mean(-1), survived) * 4,
+            "reward": weighted_mean((p.reward - truth["reward"]).abs(), weight) * 10,
             "continue": weighted_mean(
-                bce(p.continue_logit, truth.continue_logit, reduction="none"), weight
+                bce(p.continue_logit, truth["continue_logit"], reduction="none"), weight
             ),
-            "value": weighted_mean(squared("value"), weight),
+            "value": weighted_mean(((p.value - truth["value"]) / unit["value"]).square(), weight),
             "legal": weighted_mean(
-                bce(p.legal_logit, truth.legal_logit, reduction="none").mean(-1), survived
+                bce(p.legal_logit, truth["legal_logit"], reduction="none").mean(-1), survived
             ),
+            "free": weighted_mean(bce(p.free_logit, free, reduction="none"), tries) * 0.3,
+            "error": weighted_mean(likelihood, survived) * 0.1,
         }
         for name, value in parts.items():
             sums[name] = sums.get(name, torch.zeros(())) + value / horizon
@@ -122,17 +130,18 @@ def world_model_loss(model: WorldModel, window: TensorDict) -> tuple[Tensor, dic
 
 
 def output_scale(model: WorldModel, window: TensorDict) -> Tensor:
-    """Deviation of every predicted number over the first ticks of windows [2, count]."""
+    """Deviation of every number the networks say, over the first ticks of windows [2, count]."""
     truth = targets(window, 0)
     ok = (window["alive"][0] & ~window["done"][0]).nonzero().squeeze(1)
+    spreads = (truth["log_std"] - window["log_std"][0])[:, : model.places]
+    found = {
+        "mean": (truth["mean"] - window["mean"][0])[ok].std(0),
+        "log_std": spreads[ok].std(0),
+        "known_state": (truth["known_state"] - window["known_state"][0])[ok].std(0),
+        "value": window["value"][0][ok].std().unsqueeze(0),
+    }
     parts = [
-        (truth.mean - window["mean"][0])[ok].std(0),
-        (truth.log_std - window["log_std"][0])[ok][:, : model.places].std(0),
-        (truth.known_state - window["known_state"][0])[ok].std(0),
-        window["reward"][0][ok].std().unsqueeze(0),
-        torch.ones(1),
-        window["value"][0][ok].std().unsqueeze(0),
-        torch.ones(model.sizes[-1]),
+        found.get(name, torch.ones(size)) for name, size in zip(SCALED, model.sizes, strict=True)
     ]
     return torch.cat(parts).clamp_min(1e-3)
 
@@ -156,7 +165,9 @@ def train_world_model(
     def loss(window: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         return world_model_loss(model, window)
 
-    update = Update(loss, model.parameters(), learning_rate=params.learning_rate)
+    update = Update(
+        loss, model.parameters(), learning_rate=params.learning_rate, max_grad_norm=10.0
+    )
     saved = Checkpoint(checkpoint, {"model": model, "update": update, "rng": rng})
     start, _ = saved.load()
     for step in log.steps(params.steps, start):
@@ -174,15 +185,17 @@ def train_world_model(
 
 
 def calibrate(model: WorldModel, experience: TensorDict, worlds: Tensor, seed: int) -> None:
-    """Set the unit of confidence and the limit of novelty from disagreement on held-out worlds."""
+    """Set the unit of confidence and the limit of novelty on held-out worlds."""
     rng = torch.Generator().manual_seed(seed)
     window = windows(experience, 1, 8192, worlds, rng)
     window = window[:, window["alive"][0]]
+    model.error_scale.fill_(ERROR_UNIT)
     with torch.no_grad():
-        disagreement = model(
+        *_, disagreement, confidence, _ = model(
             window["mean"][0], window["log_std"][0], window["known_state"][0], window["action"][0]
-        )[7]
-    model.disagreement_scale.copy_(4 * disagreement.median())
+        )
+    expected_error = -ERROR_UNIT * confidence.log()
+    model.error_scale.copy_(4 * expected_error.mean())
     model.novel_threshold.copy_(disagreement.quantile(0.995))
 
 
@@ -205,33 +218,57 @@ def correlation(a: Tensor, b: Tensor) -> float:
     return torch.corrcoef(torch.stack([a.double(), b.double()]))[0, 1].nan_to_num().item()
 
 
+def rank_correlation(a: Tensor, b: Tensor) -> float:
+    """Spearman's, ties in any order."""
+    return correlation(a.argsort().argsort(), b.argsort().argsort())
+
+
 @torch.no_grad()
 def evaluate_world_model(
-    model: WorldModel, experience: TensorDict, worlds: Tensor, mortal: Tensor, seed: int
+    model: Callable[..., Sequence[Tensor]],
+    experience: TensorDict,
+    worlds: Tensor,
+    mortal: Tensor,
+    gamma: float,
+    seed: int,
 ) -> dict[str, float]:
-    """Open-loop report on held-out worlds: predictions fed back over 1, 5 and 15 ticks.
+    """Report on held-out worlds, one tick and open-loop: predictions fed back, recorded actions.
 
     Whether survival is foreseen is measured in the worlds `mortal`, where agents do die.
     """
     rng = torch.Generator().manual_seed(seed)
-    window = windows(experience, max(REPORT_TICKS), 4096, worlds, rng)
-    mean, log_std, known = (window[key][0] for key in ("mean", "log_std", "known_state"))
-    alive = window["alive"][0]
-    start = known[:, :METERS]
-    drift = (window["known_state"][1] - window["known_state"][0])[alive & ~window["done"][0]]
-    drift = drift[:, :METERS].mean(0)
     result: dict[str, float] = {}
-    doubt = torch.zeros(len(alive))
+    now = windows(experience, 1, 16384, worlds, rng)[0]
+    now = now[now["alive"]]
+    _, _, _, reward, _, value, *_ = model(*(now[key] for key in INPUTS))
+    result["reward_r2"] = r_squared(reward, now["reward"])
+    result["reward_error"] = (reward - now["reward"]).abs().mean().item()
+    result["value_explained_variance"] = r_squared(value, now["value"])
+    end = windows(experience, 1, 16384, mortal, rng)[0]
+    end = end[end["alive"]]
+    *_, novel = outcome = model(*(end[key] for key in INPUTS))
+    cont = outcome[4]
+    result["continue_auroc"] = auroc(cont, ~end["done"])
+    result["continue_brier"] = (cont - (~end["done"]).float()).square().mean().item()
+
+    result["novel_fraction_mortal"] = novel.float().mean().item()
+
+    window = windows(experience, max(REPORT_TICKS), 4096, worlds, rng)
+    window = window[:, window["alive"][0]]
+    mean, log_std, known = (window[key][0] for key in ("mean", "log_std", "known_state"))
+    alive = torch.ones_like(window["alive"][0])
+    start = known[:, :METERS]
+    drift = (window["known_state"][1] - window["known_state"][0])[~window["done"][0]]
+    drift = drift[:, :METERS].mean(0)
+    trust, lives = torch.ones(len(alive)), torch.ones(len(alive))
+    imagined, real = torch.zeros(len(alive)), torch.zeros(len(alive))
     for t in range(max(REPORT_TICKS)):
-        mean, log_std, known, reward, cont, value, _, disagreement, _, _ = model(
+        mean, log_std, known, reward, cont, _, _, _, confidence, _ = model(
             mean, log_std, known, window["action"][t]
         )
-        doubt = doubt + disagreement
-        if t == 0:
-            here = alive
-            result["reward_r2"] = r_squared(reward[here], window["reward"][0][here])
-            result["value_explained_variance"] = r_squared(value[here], window["value"][0][here])
-        alive = alive & ~window["done"][t]
+        imagined = imagined + gamma**t * lives * reward
+        real = real + gamma**t * alive * window["reward"][t]
+        trust, lives, alive = trust * confidence, lives * cont, alive & ~window["done"][t]
         k = t + 1
         if k in REPORT_TICKS:
             truth = window["known_state"][k][alive][:, :METERS]
@@ -241,10 +278,9 @@ def evaluate_world_model(
             result[f"meter_error_{k}"] = error.mean().item()
             result[f"meter_error_{k}_over_persistence"] = (error.mean() / persistence).item()
             result[f"meter_error_{k}_over_drift"] = (error.mean() / drifted).item()
+            doubt = 1 - trust ** (1 / k)
             result[f"doubt_error_correlation_{k}"] = correlation(doubt[alive], error)
-    end = windows(experience, 1, 16384, mortal, rng)[0]
-    end = end[end["alive"]]
-    cont = model(end["mean"], end["log_std"], end["known_state"], end["action"])[4]
-    result["continue_auroc"] = auroc(cont, ~end["done"])
-    result["continue_brier"] = (cont - (~end["done"]).float()).square().mean().item()
+            result[f"return_rank_correlation_{k}"] = rank_correlation(imagined, real)
+            first = window["reward"][0]
+            result[f"return_rank_correlation_{k}_persistence"] = rank_correlation(first, real)
     return result

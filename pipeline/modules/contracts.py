@@ -141,7 +141,7 @@ class ImaginedFuture(NamedTuple):
     values: Tensor
     """float32 [., C, H] expected discounted return from there, in rewards."""
     confidence: Tensor
-    """float32 [., C] in [0, 1], from the disagreement of the ensemble."""
+    """float32 [., C] in [0, 1], from the error to be expected of it."""
     uncertainty_reason: Tensor
     """int64 [., C] index into UNCERTAINTY_REASONS."""
 

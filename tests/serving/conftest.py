@@ -108,3 +108,16 @@ def server(agent):
     """A server that a whole file of tests shares."""
     with Served(agent, "--max-sessions", "300") as served:
         yield served
+
+
+@pytest.fixture
+def engine(agent):
+    """An engine of its own for each test, with the agent current."""
+    from pipeline.serving.agent import OnnxAgent
+    from pipeline.serving.engine import Engine
+    from pipeline.serving.metrics import Metrics
+
+    engine = Engine(Metrics(), 100, 60.0)
+    engine.install(engine.prepare(OnnxAgent(agent), "1"))
+    yield engine
+    engine.shutdown()

@@ -11,18 +11,8 @@ import pytest
 
 from benchmarks.serving import json_request
 from pipeline.serving import protocol
-from pipeline.serving.agent import OnnxAgent
-from pipeline.serving.engine import MAX_BATCH, MAX_DEEP, Engine, Item
-from pipeline.serving.metrics import Metrics
+from pipeline.serving.engine import MAX_BATCH, MAX_DEEP, Item
 from pipeline.serving.model import pack
-
-
-@pytest.fixture
-def engine(agent):
-    engine = Engine(Metrics(), 100, 60.0)
-    engine.install(engine.prepare(OnnxAgent(agent), "1"))
-    yield engine
-    engine.shutdown()
 
 
 async def all_ask(engine, lives, seen) -> None:

@@ -9,21 +9,10 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from benchmarks.serving import binary_request, json_request
-from pipeline.serving.agent import OnnxAgent
 from pipeline.serving.app import App
 from pipeline.serving.connection import Connection
-from pipeline.serving.engine import Engine
-from pipeline.serving.metrics import Metrics
 from pipeline.serving.protocol import MAX_KNOWN_BYTES, Parser
 from pipeline.serving.server import Sweeper
-
-
-@pytest.fixture
-def engine(agent):
-    engine = Engine(Metrics(), 100, 60.0)
-    engine.install(engine.prepare(OnnxAgent(agent), "1"))
-    yield engine
-    engine.shutdown()
 
 
 @pytest.mark.parametrize("way", ["short", "uvicorn's"])

@@ -46,9 +46,15 @@ class Update:
         learning_rate: initial rate; `set_learning_rate` changes it without recompiling.
         max_grad_norm: gradients are clipped to this global norm, in nats of nothing: unitless.
         compile: compile forward and loss as one graph; falls back to eager with one warning.
+        cuda_graphs: replay what was compiled as CUDA graphs (for batches on a GPU; on the CPU there
+            is nothing to replay). Their shapes are those of the first batch: a batch of another
+            size runs eager and is counted in `off_graph_steps`.
         precision: autocast type of forward and loss; fp16 adds a gradient scaler.
         weight_decay: decoupled weight decay.
         device: where the parameters live.
+
+    Raises:
+        ValueError: for CUDA graphs of what is not compiled.
     """
 
     def __init__(
@@ -59,23 +65,30 @@ class Update:
         learning_rate: float,
         max_grad_norm: float = 1.0,
         compile: bool = False,
+        cuda_graphs: bool = False,
         precision: Precision = "fp32",
         weight_decay: float = 0.0,
         device: str = "cpu",
     ) -> None:
+        if cuda_graphs and not compile:
+            raise ValueError("cuda_graphs: only a compiled loss is replayed: set compile too")
         self.parameters = list(parameters)
         self.max_grad_norm = max_grad_norm
         self.optimizer = fused_adam(self.parameters, learning_rate, weight_decay=weight_decay)
         self.scaler = torch.amp.GradScaler(device.split(":")[0], enabled=precision == "fp16")
         self.skipped_steps = 0
         self.compile_active = compile
+        self.off_graph_steps = 0
+        self._cuda_graphs = cuda_graphs
+        self._shapes: list[torch.Size] = []
         self._first = True
         self._device = device.split(":")[0]
         self._precision = precision
         self._eager = loss
         self._loss = loss
         if compile:
-            self._loss = torch.compile(loss, fullgraph=True, options=inductor_options())
+            options = inductor_options() | {"triton.cudagraphs": cuda_graphs}
+            self._loss = torch.compile(loss, fullgraph=True, options=options)
 
     def set_learning_rate(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
@@ -86,9 +99,21 @@ class Update:
 
     def _backward(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
         with autocast(self._precision, self._device):
-            loss, diagnostics = self._loss(*batch)
+            loss, diagnostics = self._forward(batch)(*batch)
         self.scaler.scale(loss).backward()
         return loss, diagnostics
+
+    def _forward(self, batch: tuple[Tensor, ...]) -> Loss:
+        """The loss to call: the eager one for a batch that does not fit the CUDA graphs."""
+        if not (self._cuda_graphs and self.compile_active):
+            return self._loss
+        shapes = [x.shape for x in batch]
+        self._shapes = self._shapes or shapes
+        if shapes != self._shapes:
+            self.off_graph_steps += 1
+            return self._eager
+        torch.compiler.cudagraph_mark_step_begin()
+        return self._loss
 
     def __call__(self, *batch: Tensor) -> dict[str, Tensor]:
         """Take one step; returns detached scalars (no host synchronisation)."""
@@ -98,7 +123,9 @@ class Update:
             norm = self._apply()
         told = {"loss": loss, "grad_norm": norm} | diagnostics
         told["compile_active"] = torch.tensor(float(self.compile_active))
-        return {name: value.detach() for name, value in told.items()}
+        # The next replay writes where this one's results are.
+        keep = torch.Tensor.clone if self._cuda_graphs else torch.Tensor.detach
+        return {name: keep(value.detach()) for name, value in told.items()}
 
     def _gradients(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
         self.optimizer.zero_grad(set_to_none=True)

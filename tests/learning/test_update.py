@@ -239,3 +239,65 @@ def test_compiled_is_one_graph_equal_to_eager_that_no_learning_rate_compiles_aga
         for x, y in batches(1, size):
             update(x, y)
     assert counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.slow
+def test_cuda_graphs_keep_one_shape_and_run_the_others_eager():
+    """On the CPU nothing is replayed, but what guards a replay is the same."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    model, _, update = learner(compile=True, cuda_graphs=True)
+    twin, _, eager = learner()
+    told = []
+    for size in (32, 32, 20, 32, 48):
+        for x, y in batches(1, size):
+            told.append(update(x, y))
+            eager(x, y)
+    torch.testing.assert_close(weights(model), weights(twin), atol=1e-5, rtol=1e-4)
+    assert update.compile_active
+    assert update.off_graph_steps == 2
+    assert counters["stats"]["unique_graphs"] == 1  # the odd sizes compiled nothing
+    places = {step["error"].data_ptr() for step in told}
+    assert len(places) == len(told)  # what is told outlives the next step
+
+
+def test_each_replay_begins_a_new_step(monkeypatch):
+    """Or else CUDA graphs would keep the results of all steps alive."""
+    begun = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: begun.append(1))
+    monkeypatch.setattr(torch, "compile", lambda loss, **options: asked.append(options) or loss)
+    asked: list[dict] = []
+    _, _, update = learner(compile=True, cuda_graphs=True)
+    for size in (32, 32, 20):
+        for x, y in batches(1, size):
+            update(x, y)
+    assert len(begun) == 2
+    assert asked[0]["options"]["triton.cudagraphs"]
+
+
+def test_cuda_graphs_of_an_eager_loss_are_refused():
+    with pytest.raises(ValueError, match=r"cuda_graphs.*set compile"):
+        learner(cuda_graphs=True)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs replay on a GPU only")
+def test_replayed_steps_are_eager_steps():
+    model, _, _ = learner()
+    feed = [(x.cuda(), y.cuda()) for x, y in batches(20)]
+    ends = []
+    for graphs in (False, True):
+        twin = copy.deepcopy(model).cuda()
+
+        def loss(x, y, twin=twin):
+            error = (twin(x).squeeze(-1).float() - y).square().mean()
+            return error, {"error": error}
+
+        update = Update(
+            loss, twin.parameters(), learning_rate=0.01, compile=graphs, cuda_graphs=graphs,
+            device="cuda",
+        )  # fmt: skip
+        told = [update(x, y)["error"] for x, y in feed]
+        ends.append((weights(twin), torch.stack(told)))
+    torch.testing.assert_close(ends[1], ends[0], atol=1e-5, rtol=1e-4)

@@ -73,6 +73,28 @@ def test_with_the_same_noise_explore_is_forward(mind, moment, shape):
     assert record["goal"].unique().numel() > 1
 
 
+@pytest.mark.parametrize("sampled", [True, False])
+def test_one_step_is_sampled_or_deterministic_by_a_flag(mind, moment, shape, sampled):
+    """The flag is a tensor: it chooses the noise, and the step has no branch."""
+    obs, state = moment
+    slots = len(state.goal)
+    slice_ = torch.arange(0, slots, PERIOD)
+    noise = [mind.draw(state.rng, n)[0] for n in (shape.num_goals, shape.num_actions)]
+    silence = [torch.zeros_like(x) for x in noise]
+
+    def step(flag, *noise):
+        drawn = [torch.cond(flag, torch.clone, torch.zeros_like, (x,)) for x in noise]
+        return mind.explore(obs, state, slice_, *drawn)
+
+    ours = step(torch.tensor(sampled), *noise)
+    alone = mind.explore(obs, state, slice_, *(noise if sampled else silence))
+    other = mind.explore(obs, state, slice_, *(silence if sampled else noise))
+    assert torch.equal(ours[0], alone[0])
+    assert not torch.equal(ours[0], other[0])
+    for name, one in ours[2].items():
+        assert torch.equal(one, alone[2][name]), name
+
+
 def test_what_is_recorded_is_enough_to_see_the_decision_again(mind, moment, shape):
     """PPO's first epoch starts at ratio 1: logits from the record give the recorded log-probs."""
     obs, state = moment

@@ -41,6 +41,9 @@ from pipeline.town import Scripted, Town, counter_uniform
 
 GOAL_STREAM, ACTION_STREAM = 1000, 2000
 REACHED = 0.95
+WARM_UP = 10
+LED = 0.6
+"""The part of imitation in which the expert acts, in fewer and fewer worlds; then it only tells."""
 
 
 def goal_targets(town: Town) -> Tensor:
@@ -264,6 +267,8 @@ def train_policy(
             **diagnostics,
             **{f"goal_{name}": value for name, value in goal_diagnostics.items()},
             **value_diagnostics,
+            # Of the two levels together: what ends an update that goes too far.
+            "approx_kl": diagnostics["approx_kl"] + goal_diagnostics["approx_kl"],
             "value_loss": fit,
             "action_entropy": action_entropy,
             "goal_entropy": goal_entropy,
@@ -326,7 +331,7 @@ def train_policy(
     for iteration in log.steps(warm + params.ppo_iterations, start):
         imitating = iteration < params.imitation_iterations
         buffer = buffers[imitating]
-        share = 1 - iteration / max(1, params.imitation_iterations - 1) if imitating else 0.0
+        share = max(0.0, 1 - iteration / (LED * params.imitation_iterations)) if imitating else 0.0
         driven = torch.arange(params.worlds) < round(share * params.worlds)
         clocks = range(iteration * params.rollout, (iteration + 1) * params.rollout)
         contexts = [(None if imitating else deliberating(clock), driven) for clock in clocks]
@@ -341,8 +346,11 @@ def train_policy(
             update = critic_only
         else:
             update = ppo
-            left = 1 - (iteration - warm) / params.ppo_iterations
-            update.set_learning_rate(params.learning_rate * max(left, 0.05))
+            done = iteration - warm
+            left = 1 - done / params.ppo_iterations
+            # A new optimizer's first steps are long whatever the gradient: it begins slowly.
+            eager = min(1.0, (done + 1) / WARM_UP)
+            update.set_learning_rate(params.learning_rate * eager * max(left, 0.05))
             entropy_coef.fill_(params.entropy * max(left, 0.1))
         parts = params.imitation_minibatches if imitating else params.minibatches
         metrics = learn(update, buffer, params.epochs, parts, rng, params.max_kl)

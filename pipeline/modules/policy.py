@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from pipeline.modules.contracts import METERS, Features, TownShape
 
 LOGIT_CAP = 15.0
+PLACE_WIDTH = 32
 
 
 class Policy(nn.Module):
@@ -44,7 +45,7 @@ class Policy(nn.Module):
         self.shape, self.meta_period, self.emergency = shape, meta_period, emergency
         self.places = 2 * shape.num_affordances
         base = belief_dim + self.places + shape.self_dim + shape.num_goals
-        self.goal_prior = mlp(base + shape.num_affordances, width, shape.num_goals)
+        self.goal_prior = GoalScores(base, shape.num_affordances, shape.num_goals, width)
         self.controller = mlp(base + shape.num_goals + 5, width, shape.num_actions)
         # How much an imagined advantage speaks for a goal: starts at no influence.
         self.future_weight = mlp(3, 16, 1)
@@ -62,8 +63,14 @@ class Policy(nn.Module):
 
     def prior_logits(self, f: Features) -> Tensor:
         """float32 [., G] D1's first thought, before imagination."""
-        distance = self._cells(f).abs().sum(-1) / (self.shape.width + self.shape.height)
-        return soft_cap(self.goal_prior(torch.cat([self._base(f), distance], -1)))
+        cells = self._cells(f)
+        distance = cells.abs().sum(-1) / (self.shape.width + self.shape.height)
+        there = (-4 * cells.square().sum(-1)).exp()
+        spread = f.log_std.unflatten(-1, (-1, 2))
+        rivals = f.rivals[..., : self.shape.num_affordances]
+        each = torch.stack([distance, there, rivals], -1)
+        places = torch.cat([cells / 4, spread, each], -1)
+        return soft_cap(self.goal_prior(self._base(f), places))
 
     def goal_logits(
         self, prior: Tensor, candidates: Tensor, returns: Tensor, confidence: Tensor
@@ -110,6 +117,38 @@ class Policy(nn.Module):
         served = torch.stack([asked[..., 0], asked[..., 6]], -1)
         emergency = (low & ~served).any(-1) & (age >= 2)
         return reached | emergency | (age >= self.meta_period)
+
+
+class GoalScores(nn.Module):
+    """A score for every goal: of a place, by the whole state and by what is believed of the place.
+
+    The last layers are shared by all places: what one place teaches about distance, doubt or
+    rivals holds for the others.
+    """
+
+    def __init__(self, base: int, places: int, goals: int, width: int) -> None:
+        super().__init__()
+        self.context = nn.Sequential(
+            nn.Linear(base, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU()
+        )
+        self.needs = nn.Linear(width, places * PLACE_WIDTH)
+        self.offers = nn.Linear(7, PLACE_WIDTH, bias=False)
+        self.score = nn.Sequential(
+            nn.SiLU(), nn.Linear(PLACE_WIDTH, PLACE_WIDTH), nn.SiLU(), nn.Linear(PLACE_WIDTH, 1)
+        )
+        self.elsewhere = nn.Linear(width, goals - places)
+
+    def forward(self, base: Tensor, places: Tensor) -> Tensor:
+        """float32 [., G].
+
+        Args:
+            base: float32 [., base]; places: float32 [., F, 7] offset, its doubt, distance, whether
+                the agent is there, how many others are expected to want it.
+        """
+        context = self.context(base)
+        needs = self.needs(context).unflatten(-1, (-1, PLACE_WIDTH))
+        scores = self.score(needs + self.offers(places)).squeeze(-1)
+        return torch.cat([scores, self.elsewhere(context)], -1)
 
 
 def soft_cap(logits: Tensor) -> Tensor:

@@ -103,7 +103,10 @@ class Scripted:
         self._build_hours()
 
     def _build_hours(self) -> None:
-        """Ticks until open and ticks left open, int64 [P * 24 * F] by phase, hour, affordance."""
+        """Ticks until open and ticks left open, int64 [P * 24 * F] by phase, hour, affordance.
+
+        P is 1 where the hours are the same in all phases.
+        """
         town = self.town
         f = town.num_affordances
         until, left = [], []
@@ -221,7 +224,7 @@ class Scripted:
         walk = (to_x.abs() + to_y.abs() - limit).clamp(min=0)
         here = place == each
         walk = torch.where(here, 0, walk)
-        slot = phase * 24
+        slot = phase * 24 if len(town._open_bits.phases) > 1 else phase * 0
         arrival = (s["hour"] + walk) % 24
         wait = self._until[(slot + arrival) * f + each]
         open_left = self._left[(slot + (arrival + wait) % 24) * f + each]

@@ -6,7 +6,8 @@ Each expert (`--experts`) starts from the parameters it plays by now and is tune
 that it has. Every candidate plays the same worlds (same layouts, starts and ties), four or more
 lives each; the best quarter moves the mean and the spread of the next generation (Rubinstein 1999).
 The result is measured on layouts that tuning never saw and written into the `experts` section,
-which must be the last of the file. An interrupt writes the best mean so far.
+which must be the last of the file. An interrupt writes the best mean so far. A parameter that is 0
+stays 0: give `foresight` a value in the pack to have it tuned, too.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ def tune(
 ) -> dict[str, float]:
     """Parameters with the highest mean return found; see the module docstring.
 
-    `name` is the expert whose knowledge the candidates have. What starts at 0 stays 0 (it is tuned
-    by its logarithm), as does what `fixed` names.
+    `name` is the expert whose knowledge the candidates have. What starts at 0 stays 0 (all but
+    `rest_bonus` is tuned by its logarithm), and what `fixed` names stays what it says.
     """
     names = personalities.parameter_names(pack)
     town = Town(pack, layout_seed=seed)
@@ -144,8 +145,9 @@ def write_experts(path: Path, experts: dict[str, dict]) -> None:
     for name, settings in experts.items():
         lines.append(f"  {name}:")
         lines += [f"    {k}: {v}" for k, v in settings.items() if k != "parameters"]
-        lines.append("    parameters:")
-        lines += [f"      {k}: {v}" for k, v in settings["parameters"].items()]
+        if "parameters" in settings:
+            lines.append("    parameters:")
+            lines += [f"      {k}: {v}" for k, v in settings["parameters"].items()]
     temporary = path.with_suffix(".tmp")
     temporary.write_text(head + "\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
     temporary.replace(path)

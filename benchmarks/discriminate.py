@@ -1,6 +1,6 @@
 """Does a pack tell apart who knows what? Scripted experts with one thing hidden from each.
 
-    python -m benchmarks.discriminate [--packs l4_contention,l7_scarce] [--worlds 1024]
+    python -m benchmarks.discriminate [--packs l4_contention,l7_scarce] [--worlds 512]
 
 In each pack the tuned full-map expert lives beside the same planner without one kind of knowledge:
 it knows only the places that it has seen, or does not count on where others are and want to go, or
@@ -127,7 +127,7 @@ def table(found: dict[str, dict]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--packs", default="l4_contention,l7_scarce", help="names or files")
-    parser.add_argument("--worlds", type=int, default=1024)
+    parser.add_argument("--worlds", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, default=RESULTS, help="file that keeps the numbers")

@@ -26,6 +26,7 @@ OTHER_DEFAULTS = {
     "overhead": 2.0,  # ticks added to every plan: small means impatient
     "persistence": 0.3,  # bonus for what the agent is already heading to or doing
     "occupied_wait": 3.0,  # ticks expected to be lost per agent already in the place
+    "foresight": 0.0,  # share counted of the wait for those who will be in the place before
     "rest_bonus": 0.0,  # added to the value per tick of resting
     "explore_rate": 0.01,  # value per tick of looking at unseen cells
     "wander": 0.0,  # probability that a stretch of ticks is spent wandering
@@ -59,7 +60,11 @@ TRAIN = (
     "steady", "worrier", "worker", "socialite", "wanderer", "easygoing", "hustler", "neighbour",
 )  # fmt: skip
 HELD_OUT = ("recluse", "dreamer", "tycoon")
-EXPERTS = ("expert", "expert_ignoring", "expert_sightings", "expert_sightings_ignoring")
+EXPERTS = (
+    "expert", "expert_ignoring", "expert_sightings", "expert_sightings_ignoring",
+    "expert_yesterday",
+)  # fmt: skip
+IGNORING = {"occupied_wait": 0.0, "foresight": 0.0}  # what makes others not matter to a plan
 BASELINES = ("random", "rest")
 NAMES = (*TRAIN, *HELD_OUT, *EXPERTS, *BASELINES)
 
@@ -89,7 +94,7 @@ def parameters(pack: Pack, name: str) -> dict[str, float]:
     if name in pack.experts:
         base |= pack.experts[name].parameters
     elif name.endswith("_ignoring"):
-        base |= parameters(pack, name.removesuffix("_ignoring")) | {"occupied_wait": 0.0}
+        base |= parameters(pack, name.removesuffix("_ignoring")) | IGNORING
     if name in DNA:
         base = bend(base, DNA[name])
     return base

@@ -2,10 +2,13 @@
 
 For every place an agent could use, the planner foresees the walk, the wait for opening, the ticks
 it can stay and pay, and what its meters will then be; it goes where the gain in value per tick is
-largest, or rests, or explores. All players are this planner with other parameters, apart from two
-baselines. Nothing is remembered but what the agent has seen, and that only where a player does not
-know the map: a started use and a chosen way are read from the state, so that a player can label
-states that somebody else brought about.
+largest, or rests, or explores. With `foresight` it plans again once it knows where the others want
+to go. All players are this planner with other parameters, apart from two baselines; an
+`expert_sightings` uses only places it has seen and foresees only whom it sees, an
+`expert_yesterday` believes the prices, hours, effects and drains of the phase before this one.
+Nothing is remembered but what the agent has seen, and that only where a player does not know the
+map: a started use and a chosen way are read from the state, so that a player can label states that
+somebody else brought about.
 """
 
 from __future__ import annotations
@@ -57,6 +60,7 @@ class Scripted:
                 dtype=torch.float32,
             ),
             sightings=[name.startswith("expert_sightings") for name in names],
+            yesterday=[name == "expert_yesterday" for name in names],
             kinds=[
                 personalities.BASELINES.index(n) + 1 if n in personalities.BASELINES else 0
                 for n in names
@@ -64,27 +68,45 @@ class Scripted:
         )
 
     @classmethod
-    def from_parameters(cls, town: Town, table: Tensor, sightings: bool = False) -> Scripted:
-        """One player per row of `table` f32 [P, K]; the b-th of B worlds by row b % P (tuning)."""
+    def from_parameters(cls, town: Town, table: Tensor, name: str = "expert") -> Scripted:
+        """One player per row of `table` f32 [P, K]; the b-th of B worlds by row b % P (tuning).
+
+        `name` is the expert whose knowledge all of them have.
+        """
         player = cls.__new__(cls)
         player.names, player.seed = (), None
-        player._setup(town, table, [sightings] * len(table), [0] * len(table))
+        rows = len(table)
+        sightings, yesterday = name.startswith("expert_sightings"), name == "expert_yesterday"
+        player._setup(town, table, [sightings] * rows, [yesterday] * rows, [0] * rows)
         return player
 
-    def _setup(self, town: Town, table: Tensor, sightings: list[bool], kinds: list[int]) -> None:
+    def _setup(
+        self,
+        town: Town,
+        table: Tensor,
+        sightings: list[bool],
+        yesterday: list[bool],
+        kinds: list[int],
+    ) -> None:
         self.town = town
         self._keys = personalities.parameter_names(town.pack)
         self._table = table.to(town.device)
         self._sightings = torch.tensor(sightings, device=town.device)
         self._any_sightings = any(sightings)
+        self._yesterday = torch.tensor(yesterday, device=town.device)
+        self._any_yesterday = any(yesterday)
         self._kinds = torch.tensor(kinds, device=town.device)
         self._any_baseline = any(kinds)
         self._wanders = bool((table[:, self._keys.index("wander")] > 0).any())
+        self._foresees = bool((table[:, self._keys.index("foresight")] > 0).any())
         self._cells = town.width * town.height
         self._build_hours()
 
     def _build_hours(self) -> None:
-        """Ticks until open and ticks left open, int64 [P * 24 * F] by phase, hour, affordance."""
+        """Ticks until open and ticks left open, int64 [P * 24 * F] by phase, hour, affordance.
+
+        P is 1 where the hours are the same in all phases.
+        """
         town = self.town
         f = town.num_affordances
         until, left = [], []
@@ -131,7 +153,14 @@ class Scripted:
         if self._any_sightings:
             seen = self._look(s, memory["seen"])
             updated["seen"] = seen.transpose(0, 1)
-        actions, goals = self._plan(s, p, seen, self._sightings[character])
+        phase = self.town._phase(s["tick"]).long()[None]  # [1 or N, B]
+        if self._any_yesterday:
+            phase = (phase - self._yesterday[character].long()).clamp(min=0)
+        actions, goals = self._plan(s, p, phase, seen, self._sightings[character])
+        if self._any_yesterday:
+            rest = self._rest(p, list(s["meters"].unbind(0)), phase)[1]
+            legal = (self.town._legal(s) >> INTERACT) & 1
+            actions = torch.where((actions == INTERACT) & (legal == 0), rest, actions)
         if self._any_baseline:
             actions, goals = self._baselines(state, s, character, actions, goals)
         actions = torch.where(s["alive"], actions, WAIT)
@@ -168,21 +197,25 @@ class Scripted:
         return now | (before.transpose(0, 1) & (s["tick"] > 0)[:, None])
 
     def _plan(
-        self, s: dict[str, Tensor], p: dict[str, Tensor], seen: Tensor | None, needs_sight: Tensor
+        self,
+        s: dict[str, Tensor],
+        p: dict[str, Tensor],
+        phase: Tensor,
+        seen: Tensor | None,
+        needs_sight: Tensor,
     ) -> tuple[Tensor, Tensor]:
         town, pack = self.town, self.town.pack
         f = town.num_affordances
         x, y = s["position"].long().unbind(0)
         place, last = s["place"], s["last_affordance"]
         meters = list(s["meters"].unbind(0))
-        phase = town._phase(s["tick"]).long()
         each = torch.arange(f, device=x.device)[:, None, None]
 
         def column(c) -> Tensor:
-            """[F, 1, B or 1] values of a column in the current phase."""
+            """[F, 1 or N, B or 1] values of a column in the phase that the agent believes in."""
             if len(c.phases) == 1:
                 return c.table[0, :f, None, None]
-            return c.table[phase, :f].t()[:, None]
+            return c.table[phase, :f].permute(2, 0, 1)
 
         # When can each place be reached, and for how many ticks used?
         target = town.affordance_cells[s["layout"]].t()[:, None]  # [F, 1, B]
@@ -191,63 +224,74 @@ class Scripted:
         walk = (to_x.abs() + to_y.abs() - limit).clamp(min=0)
         here = place == each
         walk = torch.where(here, 0, walk)
-        slot = phase * 24
+        slot = phase * 24 if len(town._open_bits.phases) > 1 else phase * 0
         arrival = (s["hour"] + walk) % 24
         wait = self._until[(slot + arrival) * f + each]
         open_left = self._left[(slot + (arrival + wait) % 24) * f + each]
-        reach = (walk + wait).float()
+        arrives = (walk + wait).float()
+        engaged = here & (s["progress"] > 0) & (last == each)
+        reach = arrives
         if town.num_agents > 1:
             inside = torch.where(s["alive"], place, -1)
             at = (inside == each).int()
             crowd = at.sum(1, keepdim=True) - at
-            engaged = here & (s["progress"] > 0) & (last == each)
             reach = reach + torch.where(engaged, 0.0, crowd * p["occupied_wait"])
         duration = column(town._duration) if pack.temporal else torch.ones_like(each)
         done = torch.where((last == each) & (s["progress"] > 0), s["progress"], 0)
         remaining = duration - done
-        stay = torch.minimum(remaining, open_left)
-        for index, price in enumerate(town._price):
-            if price is not None:
-                pays = column(price)
-                funds = meters[index] - pack.meters[index].depletion * reach
-                ticks = ((funds + 1e-6) / pays.clamp(min=1e-6)).floor().clamp(max=ALWAYS)
-                stay = torch.minimum(stay, torch.where(pays > 0, ticks, ALWAYS).long())
-        possible = (stay >= 1) & (wait < ALWAYS)
+        usable = wait < ALWAYS
         for number, a in enumerate(pack.affordances):
             for test in a.preconditions:
-                possible = possible & ((each != number) | town._holds(test, meters))
+                usable = usable & ((each != number) | town._holds(test, meters))
         if seen is not None:
             known = seen.gather(2, target[:, 0].t()[None].expand(len(x), -1, -1)).permute(2, 0, 1)
-            possible = possible & (known | ~needs_sight)
-        completes = stay == remaining
-        ticks = stay.clamp(min=1).float()
-        total = reach + ticks
-
-        # What would the meters be then, with and without it?
-        gain = torch.zeros_like(total)
-        for index, name in enumerate(pack.meter_names):
-            per_tick, completion = town._per_tick[index], town._on_completion[index]
-            price = town._price[index]
-            change = torch.zeros_like(total)
-            if per_tick is not None:
-                change = change + column(per_tick) * ticks
-            if price is not None:
-                change = change - column(price) * ticks
-            if completion is not None:
-                change = change + torch.where(completes, column(completion), 0.0)
-            change = change - pack.move_price.get(name, 0.0) * walk
-            change = change - pack.interact_price.get(name, 0.0) * ticks
-            idle = (meters[index] - self._drain(name, meters, phase) * total).clamp(0.0, 1.0)
-            gain = gain + self._value(p, name, (idle + change).clamp(0.0, 1.0))
-            gain = gain - self._value(p, name, idle)
-        rate = gain / (total + p["overhead"])
+            usable = usable & (known | ~needs_sight)
         towards = self._headed(s["last_action"], to_x, to_y) | (here & (done > 0))
-        rate = rate + torch.where(towards, p["persistence"] * rate.abs(), 0.0)
-        rate = torch.where(possible, rate, -1e9)
+
+        def weigh(reach: Tensor) -> tuple[Tensor, Tensor]:
+            """Gain in value per tick of each use begun in `reach` ticks, and its ticks."""
+            stay = torch.minimum(remaining, open_left)
+            for index, price in enumerate(town._price):
+                if price is not None:
+                    pays = column(price)
+                    funds = meters[index] - pack.meters[index].depletion * reach
+                    ticks = ((funds + 1e-6) / pays.clamp(min=1e-6)).floor().clamp(max=ALWAYS)
+                    stay = torch.minimum(stay, torch.where(pays > 0, ticks, ALWAYS).long())
+            possible = usable & (stay >= 1)
+            completes = stay == remaining
+            ticks = stay.clamp(min=1).float()
+            total = reach + ticks
+
+            # What would the meters be then, with and without it?
+            gain = torch.zeros_like(total)
+            for index, name in enumerate(pack.meter_names):
+                per_tick, completion = town._per_tick[index], town._on_completion[index]
+                price = town._price[index]
+                change = torch.zeros_like(total)
+                if per_tick is not None:
+                    change = change + column(per_tick) * ticks
+                if price is not None:
+                    change = change - column(price) * ticks
+                if completion is not None:
+                    change = change + torch.where(completes, column(completion), 0.0)
+                change = change - pack.move_price.get(name, 0.0) * walk
+                change = change - pack.interact_price.get(name, 0.0) * ticks
+                idle = (meters[index] - self._drain(name, meters, phase) * total).clamp(0.0, 1.0)
+                gain = gain + self._value(p, name, (idle + change).clamp(0.0, 1.0))
+                gain = gain - self._value(p, name, idle)
+            rate = gain / (total + p["overhead"])
+            rate = rate + torch.where(towards, p["persistence"] * rate.abs(), 0.0)
+            return torch.where(possible, rate, -1e9), ticks
+
+        rate, ticks = weigh(reach)
+        rest_rate, rest_action = self._rest(p, meters, phase)
+        if self._foresees:
+            arrives = torch.where(engaged, -0.5, arrives)
+            delay = self._delay(s, rate, rest_rate, arrives, ticks, needs_sight)
+            rate, _ = weigh(reach + torch.where(engaged, 0.0, delay * p["foresight"]))
         best_rate, best = rate.max(0)
 
         # Resting, exploring.
-        rest_rate, rest_action = self._rest(p, meters, phase)
         chosen_x = to_x.gather(0, best[None])[0]
         chosen_y = to_y.gather(0, best[None])[0]
         walks = walk.gather(0, best[None])[0] > 0
@@ -286,6 +330,42 @@ class Scripted:
             action = torch.where(wanders, self._step_towards(wx, wy), action)
             goal = torch.where(wanders, f + 1, goal)
         return action, goal
+
+    def _delay(
+        self,
+        s: dict[str, Tensor],
+        rate: Tensor,
+        rest_rate: Tensor,
+        arrives: Tensor,
+        ticks: Tensor,
+        needs_sight: Tensor,
+    ) -> Tensor:
+        """Ticks to wait at each place for those who want it most of all and get there first.
+
+        Who would arrive together goes by who gains more. Agents that act on their own sightings
+        foresee only those they see.
+
+        Args:
+            rate: f32 [F, N, B] what each place is worth to each agent, if nobody were under way.
+            rest_rate: f32 [N, B] what resting is worth.
+            arrives: f32 [F, N, B] ticks until an agent could begin.
+            ticks: f32 [F, N, B] how long it would stay.
+            needs_sight: bool [N, B].
+        """
+        x, y = s["position"]
+        best_rate, best = rate.max(0)
+        wants = s["alive"] & (best_rate > rest_rate)
+        delay = torch.zeros_like(arrives)
+        for rival in range(self.town.num_agents):
+            goal = best[rival].expand(1, *x.shape)  # [1, N, B]
+            mine, worth = arrives.gather(0, goal)[0], rate.gather(0, goal)[0]
+            until = mine[rival].clamp(min=0.0) + ticks.gather(0, goal)[0, rival]
+            first = (mine[rival] < mine) | ((mine[rival] == mine) & (worth[rival] > worth))
+            apart = torch.maximum((x[rival] - x).abs(), (y[rival] - y).abs())
+            first = first & wants[rival] & (~needs_sight | (apart <= self.town.pack.cue_distance))
+            wait = torch.where(first, (until - mine).clamp(min=0.0), 0.0)
+            delay.scatter_add_(0, goal, wait[None])
+        return delay
 
     def _drain(self, name: str, meters: list[Tensor], phase: Tensor) -> Tensor | float:
         """What a meter loses per tick if nothing is done, cascades aside."""

@@ -2,10 +2,12 @@
 
     python -m pipeline.town.tune PACK.yaml [--generations 30] [--candidates 32] [--worlds 32]
 
-Every candidate plays the same worlds (same layouts, starts and ties), four or more lives each; the
-best quarter moves the mean and the spread of the next generation (Rubinstein 1999). The result is
-measured on layouts that tuning never saw and written into the `experts` section, which must be the
-last of the file. An interrupt writes the best mean so far.
+Each expert (`--experts`) starts from the parameters it plays by now and is tuned with the knowledge
+that it has. Every candidate plays the same worlds (same layouts, starts and ties), four or more
+lives each; the best quarter moves the mean and the spread of the next generation (Rubinstein 1999).
+The result is measured on layouts that tuning never saw and written into the `experts` section,
+which must be the last of the file. An interrupt writes the best mean so far. A parameter that is 0
+stays 0: give `foresight` a value in the pack to have it tuned, too.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import sys
 from pathlib import Path
 
 import torch
+import yaml
 from rich.progress import Progress
 from torch import Tensor
 
@@ -25,7 +28,6 @@ from pipeline.town.players import Scripted
 from pipeline.town.town import Town
 
 ADDITIVE = {"rest_bonus": 0.01}  # spread of parameters that may be negative
-FROZEN = {"wander"}
 NOTE = (
     "# Found by `python -m pipeline.town.tune`; mean return of a life on layouts tuning never saw."
 )
@@ -71,14 +73,19 @@ def tune(
     alone_weight: float,
     progress: Progress | None = None,
     spread: float = 0.35,
+    name: str = "expert",
 ) -> dict[str, float]:
-    """Parameters with the highest mean return found; see the module docstring."""
+    """Parameters with the highest mean return found; see the module docstring.
+
+    `name` is the expert whose knowledge the candidates have. What starts at 0 stays 0 (all but
+    `rest_bonus` is tuned by its logarithm), and what `fixed` names stays what it says.
+    """
     names = personalities.parameter_names(pack)
     town = Town(pack, layout_seed=seed)
     lone = Town(pack.model_copy(update={"agents": 1}), layout_seed=seed)
     additive = torch.tensor([name in ADDITIVE for name in names])
-    held = torch.tensor([name in FROZEN or name in fixed for name in names])
     start = start | fixed
+    held = torch.tensor([n in fixed or (n not in ADDITIVE and start[n] == 0.0) for n in names])
     mean = torch.tensor([start[n] if n in ADDITIVE else max(start[n], 1e-4) for n in names])
     mean = torch.where(additive, mean, mean.clamp(min=1e-6).log())
     deviation = torch.tensor([ADDITIVE.get(n, spread if "comfort" not in n else spread / 2)
@@ -102,7 +109,7 @@ def tune(
             score = torch.zeros(candidates)
             for world, weight in ((town, 1.0 - alone_weight), (lone, alone_weight)):
                 if weight:
-                    players = Scripted.from_parameters(world, table)
+                    players = Scripted.from_parameters(world, table, name)
                     count = worlds if world is town else worlds * town.num_agents // 2
                     result = play(world, players, seed + generation, count, candidates)
                     score += weight * result["returns"].mean((0, 2))
@@ -117,7 +124,7 @@ def tune(
     except KeyboardInterrupt:
         print("interrupted: keeping the mean so far", file=sys.stderr)
     values = decode(mean[None])[0].tolist()
-    return {name: float(f"{v:.4g}") for name, v in zip(names, values, strict=True)}
+    return {n: float(f"{v:.4g}") for n, v in zip(names, values, strict=True)}
 
 
 def measure(pack: Pack, name: str, worlds: int, seed: int) -> dict[str, float]:
@@ -138,8 +145,9 @@ def write_experts(path: Path, experts: dict[str, dict]) -> None:
     for name, settings in experts.items():
         lines.append(f"  {name}:")
         lines += [f"    {k}: {v}" for k, v in settings.items() if k != "parameters"]
-        lines.append("    parameters:")
-        lines += [f"      {k}: {v}" for k, v in settings["parameters"].items()]
+        if "parameters" in settings:
+            lines.append("    parameters:")
+            lines += [f"      {k}: {v}" for k, v in settings["parameters"].items()]
     temporary = path.with_suffix(".tmp")
     temporary.write_text(head + "\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
     temporary.replace(path)
@@ -152,27 +160,35 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--candidates", type=int, default=32)
     parser.add_argument("--worlds", type=int, default=32, help="worlds per candidate")
     parser.add_argument("--alone-weight", type=float, default=0.25, help="weight of lone lives")
+    parser.add_argument("--experts", default="expert,expert_ignoring", help="whom to tune")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(arguments)
+    names = args.experts.split(",")
     try:
         pack = load_pack(args.pack)
     except PackError as error:
         print(f"tune: {error}", file=sys.stderr)
         return 2
-    experts: dict[str, dict] = {}
+    unknown = [name for name in names if name not in personalities.EXPERTS]
+    if unknown:
+        known = ", ".join(personalities.EXPERTS)
+        print(f"tune: --experts: no expert {unknown[0]!r}; use some of {known}", file=sys.stderr)
+        return 2
+    experts: dict[str, dict] = yaml.safe_load(args.pack.read_text()).get("experts") or {}
     with Progress() as progress:
-        for name, fixed in (("expert", {}), ("expert_ignoring", {"occupied_wait": 0.0})):
-            if name != "expert" and pack.agents == 1:
+        for name in names:
+            ignoring = name.endswith("_ignoring")
+            if ignoring and pack.agents == 1:
                 continue
-            start = personalities.parameters(pack, name)
             found = tune(
-                pack, start, fixed, args.generations, args.candidates, args.worlds, args.seed,
-                args.alone_weight if pack.agents > 1 else 0.0, progress,
+                pack, personalities.parameters(pack, name),
+                personalities.IGNORING if ignoring else {},
+                args.generations, args.candidates, args.worlds, args.seed,
+                args.alone_weight if pack.agents > 1 else 0.0, progress, name=name,
             )  # fmt: skip
             experts[name] = {"parameters": found}
             pack = pack.model_copy(update={"experts": load_settings(pack, experts)})
-    for name, settings in experts.items():
-        experts[name] = measure(pack, name, 256, args.seed) | settings
+            experts[name] = measure(pack, name, 256, args.seed) | experts[name]
     write_experts(args.pack, experts)
     load_pack(args.pack)
     print({name: {k: v for k, v in e.items() if k != "parameters"} for name, e in experts.items()})

@@ -13,6 +13,7 @@ from pipeline.town.validate import check_survivable
 
 LEVELS = (
     "l0_full_view", "l1_economy", "l2_fog", "l3_hours", "l4_contention", "l5_changing", "l6_family",
+    "l7_scarce",
 )  # fmt: skip
 BASE = yaml.safe_load((PACKS / "l4_contention.yaml").read_text())
 

@@ -1,0 +1,213 @@
+"""What scripted experts know: where others are going, what they saw, which prices they believe."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import yaml
+from rich.progress import Progress
+
+from benchmarks.discriminate import REQUIRED, loss, measure
+from pipeline.town import Scripted, Town, load_pack, personalities
+from pipeline.town.config import PACKS, build_pack
+from pipeline.town.town import INTERACT, LEFT, RIGHT
+from pipeline.town.tune import HELD_OUT_LAYOUTS, play
+
+BASE = yaml.safe_load((PACKS / "l4_contention.yaml").read_text())
+PLACES = [place["name"] for place in BASE["affordances"]]
+BED, MEAL = PLACES.index("Bed"), PLACES.index("HomeMeal")
+
+
+def street(agents: int, cue_distance: int = 2, schedule: tuple = ()) -> Town:
+    """A street of 40 cells: a meal at 10, a bed at 16, and all else beyond 25."""
+    content = copy.deepcopy(BASE) | {
+        "name": "street", "width": 40, "height": 2, "agents": agents,
+        "cue_distance": cue_distance, "schedule": list(schedule),
+    }  # fmt: skip
+    cells = torch.arange(25, 25 + len(PLACES))
+    cells[MEAL], cells[BED] = 10, 16
+    return Town(build_pack(content, "street.yaml"), layouts=cells[None])
+
+
+def standing(town: Town, *columns: int, **meters: float):
+    """One world at noon: agents in these columns of the street, meters as named or full."""
+    state = town.reset(0, 1)
+    names = town.meter_names
+    levels = torch.ones_like(state["meters"])
+    for name, level in meters.items():
+        levels[..., names.index(name)] = level
+    position = torch.tensor([[[column, 0] for column in columns]])
+    return town.rearrange(state, position=position, meters=levels, hour=torch.tensor([12]))
+
+
+def plan(town: Town, state, name: str = "expert", **changed: float):
+    """Actions and goals [N] of agents that all play by one expert's changed parameters."""
+    row = personalities.parameters(town.pack, name) | changed
+    table = torch.tensor([[row[key] for key in personalities.parameter_names(town.pack)]])
+    players = Scripted.from_parameters(town, table, name)
+    actions, found, _ = players.act(state, players.reset(state))
+    return actions[0], found[0]
+
+
+def test_whoever_foresees_leaves_a_place_to_those_who_get_there_first():
+    """Hungry, then tired: agent 0 is four steps from the meal, agent 1 stands beside it."""
+    town = street(agents=2)
+    state = standing(town, 14, 11, satiation=0.2, energy=0.75)
+    needs = {"occupied_wait": 0.0, "persistence": 0.0}
+    _, blind = plan(town, state, foresight=0.0, **needs)
+    assert blind.tolist() == [MEAL, MEAL]
+    long = town.pack.affordances[MEAL].duration
+    assert long == 2  # agent 1 is done before agent 0 is there: nothing to wait for
+    _, foreseen = plan(town, state, foresight=50.0, **needs)
+    assert foreseen.tolist() == [MEAL, MEAL]
+    # Both two steps away: the needier goes, and the other one turns to the bed.
+    state = standing(town, 12, 12, satiation=0.2, energy=0.75)
+    hungrier = state["meters"].clone()
+    hungrier[0, 1, town.meter_names.index("satiation")] = 0.1
+    state = town.rearrange(state, meters=hungrier)
+    actions, blind = plan(town, state, foresight=0.0, **needs)
+    assert blind.tolist() == [MEAL, MEAL]
+    assert actions.tolist() == [LEFT, LEFT]
+    actions, foreseen = plan(town, state, foresight=50.0, **needs)
+    assert foreseen.tolist() == [BED, MEAL]
+    assert actions.tolist() == [RIGHT, LEFT]
+
+
+def test_own_sightings_foresee_only_whom_they_see():
+    """Agent 0 has seen the street; that agent 1 is nearer to the meal it knows if it sees it."""
+    needs = {"occupied_wait": 0.0, "persistence": 0.0, "foresight": 50.0, "explore_rate": 0.0}
+    for sight, expected in ((2, [MEAL, MEAL]), (6, [BED, MEAL])):
+        town = street(agents=2, cue_distance=sight)
+        # agent 1 has walked away from the meal, two steps nearer than agent 0 on the other side
+        state = standing(town, 12, 9, satiation=0.2, energy=0.75)
+        row = personalities.parameters(town.pack, "expert") | needs
+        table = torch.tensor([[row[key] for key in personalities.parameter_names(town.pack)]])
+        players = Scripted.from_parameters(town, table, "expert_sightings")
+        state["tick"][:] = 1
+        memory = players.reset(state)
+        memory["seen"][:] = True
+        _, found, _ = players.act(state, memory)
+        assert found[0].tolist() == expected
+
+
+def test_foresight_zero_is_the_player_without_it():
+    """Rows without foresight act the same bits whether or not another row of the table has it."""
+    town = Town(load_pack("l4_contention"), num_layouts=16)
+    keys = personalities.parameter_names(town.pack)
+    plain = personalities.parameters(town.pack, "expert")
+    assert plain["foresight"] == 0.0
+    rows = [[(plain | {"foresight": value})[key] for key in keys] for value in (0.0, 1.0)]
+    alone = Scripted.from_parameters(town, torch.tensor(rows[:1]))
+    mixed = Scripted.from_parameters(town, torch.tensor(rows))
+    state = town.reset(3, 8)
+    differs = 0
+    for _ in range(60):
+        one, goal, _ = alone.act(state, alone.reset(state))
+        two, aim, _ = mixed.act(state, mixed.reset(state))
+        assert torch.equal(one[::2], two[::2])
+        assert torch.equal(goal[::2], aim[::2])
+        differs += int((goal[1::2] != aim[1::2]).sum())
+        state = town.step_core(state, one)
+    assert differs > 0
+
+
+@pytest.mark.slow
+def test_the_easy_packs_expert_is_the_one_that_was_frozen():
+    """What l4_contention's experts reach is what was measured when they were tuned.
+
+    Up to the rounding of the town's sums, which has changed since and which a whole life amplifies.
+    """
+    pack = load_pack("l4_contention")
+    town = Town(pack, layout_seed=HELD_OUT_LAYOUTS)
+    for name in ("expert", "expert_ignoring"):
+        returns = play(town, Scripted(town, [name]), 0, 256)["returns"]
+        assert returns.mean().item() == pytest.approx(pack.experts[name].contended, abs=0.5)
+
+
+NIGHT = {"tick": 2, "hours": {"Bed": [20, 30]}, "price_factor": {"HomeMeal": 10.0}}
+
+
+def test_yesterdays_expert_goes_by_the_old_hours_and_waits_at_the_closed_door():
+    town = street(agents=1, schedule=(NIGHT,))
+    for tick, expected in ((1, BED), (2, None)):
+        state = standing(town, 15, energy=0.3)
+        state["tick"][:] = tick
+        assert plan(town, state, "expert_yesterday")[1].item() == BED
+        found = plan(town, state)[1].item()
+        assert (found == BED) == (expected == BED)
+    at_the_door = town.rearrange(state, position=torch.tensor([[[16, 0]]]))
+    action, goal = plan(town, at_the_door, "expert_yesterday")
+    assert goal.item() == BED
+    assert action.item() not in (INTERACT, *range(4))
+    assert town.action_mask(at_the_door)[0, 0, action]
+
+
+def test_yesterdays_expert_goes_by_the_old_prices():
+    """It has the old price of a meal, not the new one, and tries in vain."""
+    town = street(agents=1, schedule=(NIGHT,))
+    state = standing(town, 10, satiation=0.1, money=0.05)
+    state["tick"][:] = 2
+    action, goal = plan(town, state, "expert_yesterday")
+    assert (action.item(), goal.item()) == (INTERACT, MEAL)
+    after = town.step_core(state, action[None])
+    assert after["used"].item() == -1
+    assert plan(town, state)[1].item() != MEAL
+
+
+def test_yesterdays_expert_takes_only_legal_actions():
+    """In a town that turns over every ten ticks it is wrong most of the time."""
+    pack = load_pack("l7_scarce")
+    early = tuple(
+        change.model_copy(update={"tick": 10 * number})
+        for number, change in enumerate(pack.schedule, start=1)
+    )
+    town = Town(pack.model_copy(update={"schedule": early, "start_hour": 8}), num_layouts=16)
+    players, state = Scripted(town, ["expert_yesterday"]), town.reset(4, 8)
+    memory = players.reset(state)
+    for _ in range(60):
+        actions, goals, memory = players.act(state, memory)
+        assert town.action_mask(state).gather(2, actions[..., None]).all()
+        assert ((goals >= 0) & (goals < town.num_goals)).all()
+        state = town.step_core(state, actions)
+
+
+def test_yesterdays_expert_is_the_expert_until_something_changes():
+    town = Town(load_pack("l5_changing"), num_layouts=16)
+    first = min(change.tick for change in town.pack.schedule)
+    players = {name: Scripted(town, [name]) for name in ("expert", "expert_yesterday")}
+    state = town.reset(5, 8)
+    for tick in range(first + 40):
+        acted = {n: p.act(state, p.reset(state))[:2] for n, p in players.items()}
+        same = all(map(torch.equal, *acted.values()))
+        if tick < first:
+            assert same
+        elif not same:
+            return
+        state = town.step_core(state, acted["expert_yesterday"][0])
+    pytest.fail("nothing that changed mattered")
+
+
+def test_what_is_hidden_costs_on_the_scarce_pack():
+    """The first 180 ticks of a life; how much it costs is for benchmarks.discriminate to tell."""
+    pack = load_pack("l7_scarce").model_copy(update={"lifespan": 180})
+    found = measure(pack, worlds=16, seed=3, progress=Progress(disable=True))
+    kinds = found["kinds"]
+    assert kinds["expert"]["retired"] > 0.9
+    for kind in REQUIRED:
+        row = kinds[kind]
+        assert row["loss"] - row["loss_ci95"] > 0.03, (kind, row)
+        assert row["normalised_loss"] > row["loss"]
+
+
+def test_the_loss_is_a_ratio_of_means_with_its_interval():
+    full = torch.tensor([100.0, 300.0, 200.0, 400.0])
+    share, width = loss(full, 0.8 * full, torch.zeros(4))
+    assert share == pytest.approx(0.2, abs=1e-6)
+    assert width == pytest.approx(0.0, abs=1e-6)
+    share, width = loss(full, full - torch.tensor([10.0, 90.0, 30.0, 70.0]), full * 0 + 50.0)
+    assert share == pytest.approx(0.25)
+    worlds = 4
+    spread = torch.tensor([-2.5, 27.5, -7.5, -17.5]).std()
+    assert width == pytest.approx(1.96 * spread.item() / worlds**0.5 / 200.0, rel=1e-5)

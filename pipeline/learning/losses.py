@@ -6,8 +6,12 @@ and a scorer of proof states share it. `weight` [.] is 1 where a row counts, els
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
+
+from pipeline.learning.distributed import total
 
 ILLEGAL_LOGIT = -3.4e38
 
@@ -30,7 +34,16 @@ def entropy_of(logits: Tensor) -> Tensor:
 
 
 def weighted_mean(x: Tensor, weight: Tensor) -> Tensor:
-    return (x * weight).sum() / weight.sum().clamp_min(1.0)
+    """Mean of x [.] over the rows of all ranks (see `distributed`)."""
+    summed, count = total((x * weight).sum(), weight.sum())
+    return summed / count.clamp_min(1.0)
+
+
+def weighted_means(terms: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """`weighted_mean` of each (x, weight), for all of which ranks send one message."""
+    sums = total(*(s for x, weight in terms.values() for s in ((x * weight).sum(), weight.sum())))
+    pairs = zip(terms, sums[::2], sums[1::2], strict=True)
+    return {name: summed / count.clamp_min(1.0) for name, summed, count in pairs}
 
 
 def normalise(advantages: Tensor, weight: Tensor) -> Tensor:

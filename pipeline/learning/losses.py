@@ -61,11 +61,15 @@ def ppo_policy_loss(
     ratio = log_ratio.exp()
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
     with torch.no_grad():
-        diagnostics = {
-            "approx_kl": weighted_mean(ratio - 1 - log_ratio, weight),
-            "clip_fraction": weighted_mean(((ratio - 1).abs() > clip).float(), weight),
+        divergence, clipped = ratio - 1 - log_ratio, ((ratio - 1).abs() > clip).float()
+    means = weighted_means(
+        {
+            "approx_kl": (divergence, weight),
+            "clip_fraction": (clipped, weight),
+            "surrogate": (surrogate, weight),
         }
-    return -weighted_mean(surrogate, weight), diagnostics
+    )
+    return -means.pop("surrogate"), means
 
 
 def value_loss(
@@ -76,11 +80,12 @@ def value_loss(
     error = torch.maximum((values - returns).square(), (clipped - returns).square())
     with torch.no_grad():
         mean = weighted_mean(returns, weight)
-        variance = weighted_mean((returns - mean).square(), weight)
-        unexplained = weighted_mean((returns - values).square(), weight)
-    return 0.5 * weighted_mean(error, weight), {
-        "explained_variance": 1 - unexplained / variance.clamp_min(1e-8)
-    }
+        spread, missed = (returns - mean).square(), (returns - values).square()
+    means = weighted_means(
+        {"variance": (spread, weight), "unexplained": (missed, weight), "error": (error, weight)}
+    )
+    explained = 1 - means["unexplained"] / means["variance"].clamp_min(1e-8)
+    return 0.5 * means["error"], {"explained_variance": explained}
 
 
 def impala_loss(
@@ -105,7 +110,9 @@ def imitation_loss(
     logits: Tensor, index: Tensor, weight: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Behavioural cloning: cross-entropy with the expert's choice, and the agreement with it."""
-    loss = weighted_mean(-log_prob_of(logits, index), weight)
     with torch.no_grad():
-        agreement = weighted_mean((logits.argmax(-1) == index).float(), weight)
-    return loss, {"agreement": agreement}
+        agrees = (logits.argmax(-1) == index).float()
+    means = weighted_means(
+        {"loss": (-log_prob_of(logits, index), weight), "agreement": (agrees, weight)}
+    )
+    return means.pop("loss"), means

@@ -28,6 +28,7 @@ from pipeline.learning.losses import (
     ppo_policy_loss,
     value_loss,
     weighted_mean,
+    weighted_means,
 )
 from pipeline.learning.precision import Precision, best_precision
 from pipeline.learning.returns import gae
@@ -258,17 +259,20 @@ def train_policy(
         fit, value_diagnostics = value_loss(
             values, batch["value"], batch["returns"], active, params.clip
         )
-        action_entropy = weighted_mean(entropy_of(action_logits), active)
-        goal_entropy = weighted_mean(entropy_of(goal_logits), deciding)
+        entropies = weighted_means(
+            {
+                "action_entropy": (entropy_of(action_logits), active),
+                "goal_entropy": (entropy_of(goal_logits), deciding),
+            }
+        )
         loss = action_loss + goal_loss + 0.5 * fit
-        loss = loss - entropy_coef * (action_entropy + goal_entropy)
+        loss = loss - entropy_coef * (entropies["action_entropy"] + entropies["goal_entropy"])
         return loss, {
             **diagnostics,
             **{f"goal_{name}": value for name, value in goal_diagnostics.items()},
             **value_diagnostics,
             "value_loss": fit,
-            "action_entropy": action_entropy,
-            "goal_entropy": goal_entropy,
+            **entropies,
         }
 
     everything = [*policy.parameters(), *critic.parameters()]

@@ -4,10 +4,10 @@
 
 Needs the data set and the frozen modules (`dvc repro`) and two cores. Two processes stay for the
 whole run and take turns: one rank with one thread, two ranks with one thread each (gloo over
-localhost), one rank with two threads. The batch is the same in all three, as in `params.yaml`, so
-the efficiency is that of strong scaling: throughput of two ranks over that of one, halved. The
-policy plays and learns uncompiled, in the precision of `params.yaml`. The last line is JSON, also
-written to `results/scaling.json`.
+localhost), one rank with two threads, all with the batch of `params.yaml`; and two ranks with twice
+that batch. Ratios are of throughput, the efficiency is half of it: strong scaling where the batch
+stays, weak where it grows with the ranks. The policy plays and learns uncompiled, in the precision
+of `params.yaml`. The last line is JSON, also written to `results/scaling.json`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from pipeline.learning.train_social import train_social, with_labels
 from pipeline.learning.train_world_model import experience, train_world_model
 from pipeline.modules.agent import IMAGINED_DISCOUNT
 from pipeline.modules.contracts import TownShape
-from pipeline.params import CompileParams, load_params
+from pipeline.params import CompileParams, Params, load_params
 from pipeline.proofs import build_world, open_graph
 from stages import paths
 from stages.collect import make_town
@@ -49,8 +50,13 @@ TICKS = 128  # of the data set: enough to read from, and soon believed
 ROUNDS = 3
 WARM_UP = 1
 STEPS = {"perception": 4, "world_model": 20, "social": 8, "policy": 1, "prove": 2}
-MODES = {"one": (1, 1), "two_ranks": (2, 1), "two_threads": (1, 2)}  # ranks, threads of each
-Training = Callable[["Clock", Path], Any]
+MODES = {  # ranks, threads of each, batch
+    "one": (1, 1, 1),
+    "two_ranks": (2, 1, 1),
+    "two_threads": (1, 2, 1),
+    "two_ranks_twice": (2, 1, 2),
+}
+Training = Callable[["Clock", Path], None]
 
 
 class Clock:
@@ -70,8 +76,18 @@ class Clock:
         """Nobody reads it here; stages do."""
 
 
-def trainings() -> dict[str, Training]:
-    """The training of every stage, as the stage itself starts it."""
+def larger(params: Params, times: int) -> Params:
+    """With so many times the rows in every batch."""
+    sizes = {"perception": "lanes", "social": "lanes", "world_model": "batch", "policy": "worlds"}
+    sections = {}
+    for name, field in (sizes | {"proofs": "slots"}).items():
+        section = getattr(params, name)
+        sections[name] = section.model_copy(update={field: times * getattr(section, field)})
+    return params.model_copy(update=sections)
+
+
+def trainings() -> dict[tuple[str, int], Training]:
+    """By stage and batch, the training of every stage, as the stage itself starts it."""
     params = load_params()
     seed, shape = params.seed, TownShape.of(make_town(params))
     recorded = load_dataset(params)
@@ -82,7 +98,7 @@ def trainings() -> dict[str, Training]:
     graph = open_graph(params.proofs.data, seed)
     world = build_world(graph, params.proofs.rounds)
 
-    def policy(log: Clock, file: Path) -> None:
+    def policy(params: Params, log: Clock, file: Path) -> None:
         town = make_town(params)
         mind, blank, _ = make_mind(params, town)
         sizes = params.policy.model_copy(
@@ -91,7 +107,7 @@ def trainings() -> dict[str, Training]:
         how = CompileParams(rollout=False, update=False, precision=params.compile.precision)
         train_policy(town, shape, mind, blank, sizes, how, seed, file, log)
 
-    def prove(log: Clock, file: Path) -> None:
+    def prove(params: Params, log: Clock, file: Path) -> None:
         """PPO only, timed from step to step; choosing by the validation split is no part of it."""
         steps = WARM_UP + log.count
         config = TrainConfig(slots=params.proofs.slots, imitation_steps=0, ppo_steps=100 * steps)
@@ -109,18 +125,20 @@ def trainings() -> dict[str, Training]:
         except StopIteration:
             return
 
+    def perception(params: Params, log: Clock, file: Path) -> None:
+        train_perception(data, worlds, shape, params.perception, seed, file, log)
+
+    def world_model(params: Params, log: Clock, file: Path) -> None:
+        latent = card["latent"]
+        train_world_model(lived, worlds, shape, latent, params.world_model, seed, file, log)
+
+    def social(params: Params, log: Clock, file: Path) -> None:
+        train_social(labelled, worlds, shape, params.social, seed, file, log)
+
     return {
-        "perception": lambda log, file: train_perception(
-            data, worlds, shape, params.perception, seed, file, log
-        ),
-        "world_model": lambda log, file: train_world_model(
-            lived, worlds, shape, card["latent"], params.world_model, seed, file, log
-        ),
-        "social": lambda log, file: train_social(
-            labelled, worlds, shape, params.social, seed, file, log
-        ),
-        "policy": policy,
-        "prove": prove,
+        (training.__name__, times): partial(training, larger(params, times))
+        for training in (perception, world_model, social, policy, prove)
+        for times in (1, 2)
     }
 
 
@@ -129,7 +147,7 @@ def serve(rank: int, asked: Any, told: Any) -> None:
     made = trainings()
     told.put(("ready", 0.0))
     while True:
-        stage, ranks, threads, port = asked.get()
+        stage, ranks, threads, times, port = asked.get()
         os.environ |= {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
@@ -137,7 +155,7 @@ def serve(rank: int, asked: Any, told: Any) -> None:
         torch.set_num_threads(threads)
         clock = Clock(STEPS[stage])
         with joined(), tempfile.TemporaryDirectory() as folder:
-            made[stage](clock, Path(folder) / "checkpoint.pt")
+            made[stage, times](clock, Path(folder) / "checkpoint.pt")
         told.put((stage, clock.seconds))
 
 
@@ -164,23 +182,27 @@ def main() -> int:
     seconds: dict[str, dict[str, list[float]]] = {s: {m: [] for m in MODES} for s in STEPS}
     for stage in STEPS:
         for _ in range(ROUNDS):
-            for mode, (ranks, threads) in MODES.items():
+            for mode, (ranks, threads, times) in MODES.items():
                 port = free_port()
                 for queue in asked[:ranks]:
-                    queue.put((stage, ranks, threads, port))
+                    queue.put((stage, ranks, threads, times, port))
                 seconds[stage][mode].append(max(told.get()[1] for _ in range(ranks)))
     rows = {}
     for stage, by_mode in seconds.items():
         step = {mode: 1e3 * min(taken) / STEPS[stage] for mode, taken in by_mode.items()}
         rows[stage] = {
             "two_ranks_over_one": step["one"] / step["two_ranks"],
-            "efficiency": step["one"] / step["two_ranks"] / 2,
             "two_ranks_over_two_threads": step["two_threads"] / step["two_ranks"],
+            "strong_efficiency": step["one"] / step["two_ranks"] / 2,
+            "weak_efficiency": step["one"] / step["two_ranks_twice"],
             **{f"{mode}_step_ms": value for mode, value in step.items()},
         }
         print(f"  {stage}: {rows[stage]}", flush=True)
-    ratio = statistics.geometric_mean(row["two_ranks_over_one"] for row in rows.values())
-    result = {"two_ranks_over_one": ratio, "cores": len(os.sched_getaffinity(0)), "stages": rows}
+    means = {
+        name: statistics.geometric_mean(row[name] for row in rows.values())
+        for name in ("two_ranks_over_one", "two_ranks_over_two_threads", "weak_efficiency")
+    }
+    result = {**means, "cores": len(os.sched_getaffinity(0)), "stages": rows}
     rounded = json.loads(json.dumps(result), parse_float=lambda text: float(f"{float(text):.4g}"))
     RESULTS.write_text(json.dumps(rounded, indent=1) + "\n")
     print(f"ratio of two ranks over one, mean of all stages: {rounded['two_ranks_over_one']}")

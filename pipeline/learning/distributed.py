@@ -63,8 +63,14 @@ def joined() -> Iterator[None]:
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=PATIENCE)
-        _rank, _ranks = dist.get_rank(), dist.get_world_size()
+        store, number, count = next(dist.rendezvous("env://", timeout=PATIENCE))
+        # torchrun starts all again with the same store: addresses of the lost must not be found.
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=store, rank=number, world_size=count, timeout=PATIENCE,
+        )  # fmt: skip
+        _rank, _ranks = number, count
         yield
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not _LOST.search(str(error)):

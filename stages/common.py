@@ -9,6 +9,8 @@
 
 A user's error is one red line and exit code 1; Ctrl-C and SIGTERM end with 130 and 143 and a line
 saying what is kept; any other exception is a bug and keeps its traceback.
+
+Under `torchrun` the training stages run on every rank; the first one alone tracks and writes.
 """
 
 import os
@@ -35,6 +37,7 @@ from pipeline.tracking import StageRun, is_dvc, repo_root, stage_run
 
 T = TypeVar("T")
 PLAIN_SECONDS = 10.0
+TRAINED = ("perception", "world_model", "social", "policy", "prove")
 PROFILE = "HAMLET_PROFILE"  # SKIP:STEPS:FOLDER while `hamlet profile` runs a stage
 _console = Console(stderr=True)
 
@@ -45,13 +48,20 @@ class Stage:
     Attributes:
         name: as in dvc.yaml.
         params: all of params.yaml.
-        run: its MLflow run; see `pipeline.tracking.StageRun`.
+        first: True but in the second and further processes of `torchrun`, which only train.
     """
 
-    def __init__(self, name: str, params: Params, run: StageRun, stack: ExitStack) -> None:
-        self.name, self.params, self.run = name, params, run
-        self._stack = stack
+    def __init__(self, name: str, params: Params, run: StageRun | None, stack: ExitStack) -> None:
+        self.name, self.params = name, params
+        self.first = run is not None
+        self._run, self._stack = run, stack
         self.folder: Path | None = None
+
+    @property
+    def run(self) -> StageRun:
+        """The MLflow run of the first rank; see `pipeline.tracking.StageRun`."""
+        assert self._run is not None, "only the first rank tracks"
+        return self._run
 
     def checkpoint_dir(self, *inputs: str | Path, extra: Any = None) -> Path:
         """The folder for this stage's checkpoints; what is in it is from the same work, stopped.
@@ -61,6 +71,8 @@ class Stage:
         and `extra`: other work never resumes from it. Removed when the stage succeeds. If another
         process is doing the very same work, this one gets a folder of its own.
         """
+        from pipeline.learning.distributed import from_first
+
         if PROFILE in os.environ:
             return Path(self._stack.enter_context(TemporaryDirectory()))
         dumped = self.params.model_dump(mode="json")
@@ -69,11 +81,16 @@ class Stage:
         key = sha256_json([sections, hashes, extra])[:16]
         folder = repo_root() / "checkpoints" / f"{self.name}-{key}"
         folder.parent.mkdir(exist_ok=True)
-        lock = FileLock(folder.with_name(folder.name + ".lock"), timeout=0)
-        try:
-            self._stack.enter_context(lock)
-        except Timeout:
-            folder = folder.with_name(f"{folder.name}-{os.getpid()}")
+        other = 0
+        if self.first:
+            lock = FileLock(folder.with_name(folder.name + ".lock"), timeout=0)
+            try:
+                self._stack.enter_context(lock)
+            except Timeout:
+                other = os.getpid()
+        other = from_first(other)
+        if other:
+            folder = folder.with_name(f"{folder.name}-{other}")
         folder.mkdir(exist_ok=True)
         self.folder = folder
         return folder
@@ -88,19 +105,26 @@ def stage(name: str) -> Iterator[Stage]:
     """
     kept: list[Path] = []
     with one_line_errors(name, kept):
+        if ranks() > 1 and name not in TRAINED:
+            command = f"python -m stages.{name}"
+            raise HamletError(f"{name} trains nothing on {ranks()} ranks", f"run `{command}`")
         params = load_params()
-        precision = prepare_torch(params.seed)
+        facts = prepare_torch(params.seed) | ({"ranks": str(ranks())} if ranks() > 1 else {})
+        from pipeline.learning.distributed import joined
+
         with ExitStack() as stack:
-            current = Stage(name, params, stack.enter_context(stage_run(name, params)), stack)
-            for key, value in precision.items():
+            run = None if rank() else stack.enter_context(stage_run(name, params))
+            current = Stage(name, params, run, stack)
+            for key, value in facts.items() if run else ():
                 current.run.tag(key, value)
+            stack.enter_context(joined())
             try:
                 yield current
             except BaseException:
                 if current.folder and any(current.folder.iterdir()):
                     kept.append(current.folder)
                 raise
-            if current.folder:
+            if current.first and current.folder:
                 shutil.rmtree(current.folder, ignore_errors=True)
 
 
@@ -122,11 +146,13 @@ def one_line_errors(name: str, kept: list[Path] | None = None) -> Iterator[None]
         except KeyboardInterrupt as interrupt:
             _close_bars()
             code = 143 if interrupt.args == (signal.SIGTERM,) else 130
-            rest = f"run `dvc repro {name}` to start it again"
+            again = f"`dvc repro {name}`" if ranks() == 1 else "the same command"
+            rest = f"run {again} to start it again"
             if kept:
                 where = _short(kept[0])
-                rest = f"the checkpoint in {where} is kept, `dvc repro {name}` resumes from it"
-            _say(f"{name} was interrupted: {rest}", "yellow")
+                rest = f"the checkpoint in {where} is kept, {again} resumes from it"
+            if not rank():
+                _say(f"{name} was interrupted: {rest}", "yellow")
             raise SystemExit(code) from None
         except FileNotFoundError as error:
             if error.filename is None:
@@ -143,7 +169,7 @@ def one_line_errors(name: str, kept: list[Path] | None = None) -> Iterator[None]
 
 def _fail(name: str, message: str) -> None:
     _close_bars()
-    _say(f"{name}: {message}", "red")
+    _say(f"{name}{f' (rank {rank()})' if ranks() > 1 else ''}: {message}", "red")
     raise SystemExit(1)
 
 
@@ -202,8 +228,9 @@ def prepare_torch(seed: int) -> dict[str, str]:
 def threads() -> int:
     """Threads for this process: OMP_NUM_THREADS if set, else the cores it may use.
 
-    The workers of a `dvc queue` share the cores: two OpenMP processes that each take all of them
-    spend their time waiting for one another.
+    The workers of a `dvc queue` share the cores, as do the ranks of `torchrun`, which itself sets
+    OMP_NUM_THREADS=1: two OpenMP processes that each take all of them spend their time waiting for
+    one another.
     """
     given = os.environ.get("OMP_NUM_THREADS", "")
     if given.isdigit() and int(given) > 0:
@@ -212,7 +239,18 @@ def threads() -> int:
     with suppress(OSError, ValueError):  # a container's share
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         cores = min(cores or 1, -(-int(quota) // int(period)))
-    return max(1, (cores or 1) // _queue_workers())
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, (cores or 1) // (_queue_workers() * beside))
+
+
+def rank() -> int:
+    """This process among those that `torchrun` started; 0 without it."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def ranks() -> int:
+    """How many processes `torchrun` started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _queue_workers() -> int:

@@ -34,6 +34,8 @@ class StageLog:
             with self.kept.open() as file:
                 rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
             self.rows = [row for row in rows if row["step"] < start]
+        if not self.stage.first:
+            return range(start, total)
         window = os.environ.get(PROFILE)
         if window:
             return self._profiled(total, *window.split(":", 2))
@@ -64,7 +66,7 @@ class StageLog:
             yield item
 
     def record(self, step: int, metrics: dict[str, Tensor]) -> None:
-        if step % self.every:
+        if step % self.every or not self.stage.first:
             return
         values = {name: value.item() for name, value in metrics.items()}
         self.stage.run.metrics(values, step)

@@ -27,6 +27,8 @@ def main() -> None:
             folder / "checkpoint.pt",
             log,
         )
+        if not s.first:
+            return
         numbers = evaluate_perception(module, heads, recorded.data, recorded.held_out, params.chunk)
         with atomic_path(paths.PERCEPTION_WEIGHTS) as temporary:
             torch.save(module.state_dict(), temporary)

@@ -62,6 +62,8 @@ def main() -> None:
             folder / "checkpoint.pt", log,
         )  # fmt: skip
 
+        if not s.first:
+            return
         f = {
             "mean": torch.zeros(4, a_card["belief_dim"]),
             "log_std": torch.zeros(4, policy.places),

@@ -38,6 +38,8 @@ def main() -> None:
         numbers = train_prover(
             world, prover, config, s.params.seed, report, folder / "checkpoint.pt"
         )
+        if not s.first:
+            return
         save_prover(paths.PROVER, prover, world, params.rounds)
         inputs = example_inputs(world)
         outputs = ("logits", "value", "score")

@@ -25,6 +25,8 @@ def main() -> None:
         model = train_social(
             data, recorded.training, recorded.shape, params, seed, folder / "checkpoint.pt", log
         )
+        if not s.first:
+            return
         numbers = evaluate_social(model, data, recorded.held_out, params.chunk)
         shape, d = recorded.shape, upstream["belief_dim"]
         m = shape.num_others

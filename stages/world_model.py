@@ -45,6 +45,8 @@ def main() -> None:
             folder / "checkpoint.pt",
             log,
         )
+        if not s.first:
+            return
         calibrate(model, lived, recorded.held_out, seed)
         numbers = evaluate_world_model(
             model, lived, recorded.held_out, recorded.mortal, IMAGINED_DISCOUNT, seed

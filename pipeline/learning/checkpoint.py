@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from pipeline.files import atomic_path
+from pipeline.files import HamletError, atomic_path
+from pipeline.learning import distributed
 
 
 class Stateful(Protocol):
@@ -19,6 +20,8 @@ class Stateful(Protocol):
 
 class Checkpoint:
     """Saves modules, optimizers, generators and tensors to one file, at most every `interval` s.
+
+    Ranks load the same file; the first one writes it, for any number of ranks to go on from.
 
     Args:
         path: the file; written to a temporary name and renamed.
@@ -36,20 +39,49 @@ class Checkpoint:
         self.last = time.monotonic()
 
     def load(self) -> tuple[int, dict[str, Any]]:
-        """Restore every part; returns (next step, extra), or (0, {}) when there is no file."""
-        if not self.path.exists():
+        """Restore every part; returns (next step, extra), or (0, {}) when there is no file.
+
+        What was saved as `rows` is in extra too: this rank's part of them.
+
+        Raises:
+            HamletError: the first rank loads another file than this one, or only one of them does.
+        """
+        saved = torch.load(self.path, weights_only=True) if self.path.exists() else {}
+        step = saved.get("step", 0)
+        if step != distributed.from_first(step):
+            raise HamletError(
+                f"rank {distributed.rank()} would go on from step {step}, the first rank does not",
+                "let all machines share the folder `checkpoints`, and the repository it is in",
+            )
+        if not saved:
             return 0, {}
-        saved = torch.load(self.path, weights_only=True)
         for name, part in self.parts.items():
             if isinstance(part, torch.Generator):
                 part.set_state(saved["parts"][name])
             else:
                 part.load_state_dict(saved["parts"][name])
-        return saved["step"], saved["extra"]
+        return step, saved["extra"] | distributed.part(saved["rows"])
 
-    def save(self, step: int, extra: Mapping[str, Any] | None = None, force: bool = False) -> None:
-        """Save if `interval` seconds have passed; `extra` holds plain data and tensors."""
-        if not force and time.monotonic() - self.last < self.interval:
+    def save(
+        self,
+        step: int,
+        extra: Mapping[str, Any] | None = None,
+        rows: Mapping[str, Any] | None = None,
+        force: bool = False,
+    ) -> None:
+        """Save if `interval` seconds have passed. All ranks call it at every step.
+
+        Args:
+            extra: plain data and tensors, the same at every rank.
+            rows: tensors, or dicts and tuples of them, of which each rank holds its part of the
+                first dimension.
+        """
+        due = force or time.monotonic() - self.last >= self.interval
+        if not distributed.from_first(int(due)):
+            return
+        rows = distributed.whole(dict(rows or {}))
+        self.last = time.monotonic()
+        if distributed.rank():
             return
         parts = {
             name: part.get_state() if isinstance(part, torch.Generator) else part.state_dict()
@@ -57,5 +89,6 @@ class Checkpoint:
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(self.path) as temporary:
-            torch.save({"step": step, "parts": parts, "extra": dict(extra or {})}, temporary)
+            saved = {"step": step, "parts": parts, "extra": dict(extra or {}), "rows": rows}
+            torch.save(saved, temporary)
         self.last = time.monotonic()

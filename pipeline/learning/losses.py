@@ -6,8 +6,12 @@ and a scorer of proof states share it. `weight` [.] is 1 where a row counts, els
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
+
+from pipeline.learning.distributed import total
 
 ILLEGAL_LOGIT = -3.4e38
 
@@ -30,7 +34,16 @@ def entropy_of(logits: Tensor) -> Tensor:
 
 
 def weighted_mean(x: Tensor, weight: Tensor) -> Tensor:
-    return (x * weight).sum() / weight.sum().clamp_min(1.0)
+    """Mean of x [.] over the rows of all ranks (see `distributed`)."""
+    summed, count = total((x * weight).sum(), weight.sum())
+    return summed / count.clamp_min(1.0)
+
+
+def weighted_means(terms: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """`weighted_mean` of each (x, weight), for all of which ranks send one message."""
+    sums = total(*(s for x, weight in terms.values() for s in ((x * weight).sum(), weight.sum())))
+    pairs = zip(terms, sums[::2], sums[1::2], strict=True)
+    return {name: summed / count.clamp_min(1.0) for name, summed, count in pairs}
 
 
 def normalise(advantages: Tensor, weight: Tensor) -> Tensor:
@@ -48,11 +61,15 @@ def ppo_policy_loss(
     ratio = log_ratio.exp()
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
     with torch.no_grad():
-        diagnostics = {
-            "approx_kl": weighted_mean(ratio - 1 - log_ratio, weight),
-            "clip_fraction": weighted_mean(((ratio - 1).abs() > clip).float(), weight),
+        divergence, clipped = ratio - 1 - log_ratio, ((ratio - 1).abs() > clip).float()
+    means = weighted_means(
+        {
+            "approx_kl": (divergence, weight),
+            "clip_fraction": (clipped, weight),
+            "surrogate": (surrogate, weight),
         }
-    return -weighted_mean(surrogate, weight), diagnostics
+    )
+    return -means.pop("surrogate"), means
 
 
 def value_loss(
@@ -63,11 +80,12 @@ def value_loss(
     error = torch.maximum((values - returns).square(), (clipped - returns).square())
     with torch.no_grad():
         mean = weighted_mean(returns, weight)
-        variance = weighted_mean((returns - mean).square(), weight)
-        unexplained = weighted_mean((returns - values).square(), weight)
-    return 0.5 * weighted_mean(error, weight), {
-        "explained_variance": 1 - unexplained / variance.clamp_min(1e-8)
-    }
+        spread, missed = (returns - mean).square(), (returns - values).square()
+    means = weighted_means(
+        {"variance": (spread, weight), "unexplained": (missed, weight), "error": (error, weight)}
+    )
+    explained = 1 - means["unexplained"] / means["variance"].clamp_min(1e-8)
+    return 0.5 * means["error"], {"explained_variance": explained}
 
 
 def impala_loss(
@@ -92,7 +110,9 @@ def imitation_loss(
     logits: Tensor, index: Tensor, weight: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Behavioural cloning: cross-entropy with the expert's choice, and the agreement with it."""
-    loss = weighted_mean(-log_prob_of(logits, index), weight)
     with torch.no_grad():
-        agreement = weighted_mean((logits.argmax(-1) == index).float(), weight)
-    return loss, {"agreement": agreement}
+        agrees = (logits.argmax(-1) == index).float()
+    means = weighted_means(
+        {"loss": (-log_prob_of(logits, index), weight), "agreement": (agrees, weight)}
+    )
+    return means.pop("loss"), means

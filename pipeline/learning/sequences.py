@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from pipeline.learning.distributed import part
 from pipeline.profiling import region
 
 PER_WORLD = ("first", "places", "hour")
@@ -37,7 +38,7 @@ class Lanes:
     Args:
         data: TensorDict [T, B], T a multiple of `chunk`.
         worlds: int64 [W] which of the B worlds may be read.
-        lanes: how many worlds are read side by side.
+        lanes: how many worlds are read side by side, by all ranks together.
         chunk: ticks per read.
         generator: chooses the worlds; part of a checkpoint, with `state_dict`.
     """
@@ -54,10 +55,13 @@ class Lanes:
         return self.worlds[torch.randint(len(self.worlds), (count,), generator=self.generator)]
 
     def read(self) -> TensorDict:
-        """The next [chunk, lanes * N] of every lane; `first` is True where a life begins."""
+        """The next [chunk, S] of this rank's lanes; `first` is True where a life begins.
+
+        S is lanes * N / ranks.
+        """
         with region("data"):
-            ticks = self.start.unsqueeze(0) + torch.arange(self.chunk).unsqueeze(1)
-            chunk = self.data[ticks, self.world.unsqueeze(0).expand_as(ticks)]
+            ticks = part(self.start).unsqueeze(0) + torch.arange(self.chunk).unsqueeze(1)
+            chunk = self.data[ticks, part(self.world).unsqueeze(0).expand_as(ticks)]
             self.start = self.start + self.chunk
             over = self.start >= self.data.shape[0]
             self.world = torch.where(over, self._draw(len(over)), self.world)

@@ -9,9 +9,10 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn import functional as F
 
+from pipeline.learning import distributed
 from pipeline.learning.checkpoint import Checkpoint
 from pipeline.learning.log import Log
-from pipeline.learning.losses import weighted_mean
+from pipeline.learning.losses import weighted_means
 from pipeline.learning.sequences import Lanes, per_agent
 from pipeline.learning.update import Update
 from pipeline.modules.contracts import RawObservation, TownShape
@@ -32,7 +33,7 @@ def perception_loss(
     now = torch.arange(0, chunk.shape[0] - 1, 4)
     after = now + 1
     mean, log_std, location, state = module.sequence(obs, chunk["first"], state, now)
-    belief = mean + torch.randn_like(mean) * log_std.exp()
+    belief = mean + distributed.noise(mean, 1) * log_std.exp()
     weight = chunk["alive"][now].float()
     view, occupancy, next_view, meters = heads(belief, obs.self_state[now], chunk["action"][now])
 
@@ -46,21 +47,23 @@ def perception_loss(
     ).mean(-1)
     seen = chunk["visible"][now].float().mean(-1) * weight
     kl = 0.5 * (mean.square() + (2 * log_std).exp() - 1 - 2 * log_std)
-    parts = {
-        "view": weighted_mean(cross_entropy(view, obs.view[now]), weight),
-        "occupancy": weighted_mean(
-            F.binary_cross_entropy_with_logits(
-                occupancy, (obs.occupancy[now].flatten(2) > 0).float(), reduction="none"
-            ).mean(-1),
-            weight,
-        ),
-        "next_view": weighted_mean(cross_entropy(next_view, obs.view[after]), follows),
-        "places": weighted_mean(place, weight),
-        "others_meters": weighted_mean(
-            (meters - chunk["others_meters"][now]).square().mean((-1, -2)), seen
-        ),
-        "kl": kl_weight * weighted_mean(kl[..., -module.latent :].mean(-1), weight),
-    }
+    occupied = F.binary_cross_entropy_with_logits(
+        occupancy, (obs.occupancy[now].flatten(2) > 0).float(), reduction="none"
+    )
+    parts = weighted_means(
+        {
+            "view": (cross_entropy(view, obs.view[now]), weight),
+            "occupancy": (occupied.mean(-1), weight),
+            "next_view": (cross_entropy(next_view, obs.view[after]), follows),
+            "places": (place, weight),
+            "others_meters": (
+                (meters - chunk["others_meters"][now]).square().mean((-1, -2)),
+                seen,
+            ),
+            "kl": (kl[..., -module.latent :].mean(-1), weight),
+        }
+    )
+    parts["kl"] = kl_weight * parts["kl"]
     return torch.stack(list(parts.values())).sum(), parts, state
 
 
@@ -78,7 +81,7 @@ def train_perception(
     module = Perception(shape, params.hidden, params.latent)
     heads = PerceptionHeads(shape, module.belief_dim)
     lanes = Lanes(data, worlds, params.lanes, params.chunk, torch.Generator().manual_seed(seed))
-    slots = params.lanes * shape.num_agents
+    slots = distributed.share(params.lanes, "params.yaml: perception.lanes") * shape.num_agents
     state = torch.zeros(slots, module.recurrent_dim)
 
     carried: list[Tensor] = []
@@ -108,7 +111,7 @@ def train_perception(
         metrics = update(lanes.read(), state)
         state = carried[0]
         log.record(step, metrics)
-        saved.save(step + 1, {"state": state})
+        saved.save(step + 1, rows={"state": state})
     return module.eval(), heads.eval()
 
 

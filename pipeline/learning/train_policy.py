@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from pipeline.files import HamletError
+from pipeline.learning import distributed
 from pipeline.learning.buffer import RolloutBuffer
 from pipeline.learning.checkpoint import Checkpoint
 from pipeline.learning.log import Log
@@ -27,6 +28,7 @@ from pipeline.learning.losses import (
     ppo_policy_loss,
     value_loss,
     weighted_mean,
+    weighted_means,
 )
 from pipeline.learning.precision import Precision, best_precision
 from pipeline.learning.returns import gae
@@ -196,11 +198,12 @@ def train_policy(
         first: blank minds of a number of slots.
     """
     policy: Any = mind.policy
-    slots = params.worlds * shape.num_agents
+    worlds = distributed.share(params.worlds, "params.yaml: policy.worlds")
+    slots = worlds * shape.num_agents
     if slots % params.meta_period:
+        whose = "params.yaml: policy.worlds * agents" + " of a rank" * (distributed.ranks() > 1)
         raise HamletError(
-            f"params.yaml: policy.worlds * agents is {slots}, not a multiple of policy.meta_period "
-            f"({params.meta_period})",
+            f"{whose} is {slots}, not a multiple of policy.meta_period ({params.meta_period})",
             "change either, so that the same number of agents deliberates at every tick",
         )
     torch.manual_seed(seed)
@@ -259,10 +262,14 @@ def train_policy(
         fit, value_diagnostics = value_loss(
             values, batch["value"], batch["returns"], active, params.clip
         )
-        action_entropy = weighted_mean(entropy_of(action_logits), active)
-        goal_entropy = weighted_mean(entropy_of(goal_logits), deciding)
+        entropies = weighted_means(
+            {
+                "action_entropy": (entropy_of(action_logits), active),
+                "goal_entropy": (entropy_of(goal_logits), deciding),
+            }
+        )
         loss = action_loss + goal_loss + 0.5 * fit
-        loss = loss - entropy_coef * (action_entropy + goal_entropy)
+        loss = loss - entropy_coef * (entropies["action_entropy"] + entropies["goal_entropy"])
         return loss, {
             **diagnostics,
             **{f"goal_{name}": value for name, value in goal_diagnostics.items()},
@@ -270,8 +277,7 @@ def train_policy(
             # Of the two levels together: what ends an update that goes too far.
             "approx_kl": diagnostics["approx_kl"] + goal_diagnostics["approx_kl"],
             "value_loss": fit,
-            "action_entropy": action_entropy,
-            "goal_entropy": goal_entropy,
+            **entropies,
         }
 
     everything = [*policy.parameters(), *critic.parameters()]
@@ -289,11 +295,12 @@ def train_policy(
     )  # fmt: skip
 
     expert = Scripted(town, ["expert"], seed)
-    world = town.reset(seed, params.worlds)
+    world = town.reset(seed, worlds, distributed.rank() * worlds)
     # Lives begin at different ages, so that every batch holds all ages and all hours.
     ages = torch.randint(shape.lifespan, (params.worlds,), generator=rng)
-    world = town.rearrange(world, tick=ages)
-    memory = Memory(first(slots), expert.reset(world))
+    world = town.rearrange(world, tick=distributed.part(ages))
+    blank = distributed.part(tuple(first(slots * distributed.ranks())))
+    memory = Memory(AgentState(*blank), expert.reset(world))
     learners = {True: Learner(town, shape, mind, critic, expert)}
     learners[False] = Learner(town, shape, mind, critic, None)
     steps = {
@@ -332,7 +339,7 @@ def train_policy(
         imitating = iteration < params.imitation_iterations
         buffer = buffers[imitating]
         share = max(0.0, 1 - iteration / (LED * params.imitation_iterations)) if imitating else 0.0
-        driven = torch.arange(params.worlds) < round(share * params.worlds)
+        driven = distributed.part(torch.arange(params.worlds) < round(share * params.worlds))
         clocks = range(iteration * params.rollout, (iteration + 1) * params.rollout)
         contexts = [(None if imitating else deliberating(clock), driven) for clock in clocks]
         world, memory = collect(steps[imitating], world, memory, buffer, contexts)
@@ -359,12 +366,12 @@ def train_policy(
         log.record(iteration, metrics | {"mean_return": scores[0]})
         saved.save(
             iteration + 1,
+            {"scores": scores},
             {
                 "world": dict(world.items()),
                 "expert": dict(memory.expert.items()),
                 "agent": tuple(memory.agent),
                 "score": score,
-                "scores": scores,
             },
         )
     return critic
@@ -378,14 +385,17 @@ def episode_scores(buffer: RolloutBuffer, score: Tensor, scores: Tensor) -> tupl
     data = buffer.data
     assert data is not None
     flat = score.flatten()
+    finished, counts = [], []
     for t in range(buffer.ticks):
         flat = flat + data["reward"][t]
         ended = data["done"][t] & data["active"][t]
-        count = ended.sum()
-        mean = (flat * ended).sum() / count.clamp_min(1)
+        finished.append((flat * ended).sum())
+        counts.append(ended.sum().float())
+        flat = torch.where(data["done"][t], 0.0, flat)
+    for total, count in zip(*distributed.total(torch.stack(finished), torch.stack(counts))):
+        mean = total / count.clamp_min(1)
         weight = torch.minimum(count / 256, torch.ones(()))
         first = torch.where(scores[1] == 0, torch.ones(()), weight)
         rate = torch.where(count > 0, first, torch.zeros(()))
         scores = torch.stack([scores[0] + rate * (mean - scores[0]), scores[1] + count])
-        flat = torch.where(data["done"][t], 0.0, flat)
     return flat.view_as(score), scores

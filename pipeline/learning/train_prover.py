@@ -17,6 +17,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from pipeline.learning import distributed
 from pipeline.learning.buffer import RolloutBuffer
 from pipeline.learning.checkpoint import Checkpoint
 from pipeline.learning.losses import (
@@ -409,7 +410,8 @@ def _train(
     )
     generator = torch.Generator().manual_seed(seed)
     world.train()
-    state = world.reset(seed, config.slots)
+    slots = distributed.share(config.slots, "params.yaml: proofs.slots")
+    state = distributed.part(world.reset(seed, config.slots))
     start = 0
     saver = None
     if file is not None:
@@ -418,7 +420,7 @@ def _train(
         saver = Checkpoint(file, parts, save_every)
         start, kept = saver.load()
         if kept:
-            state = TensorDict(kept, batch_size=[config.slots])
+            state = TensorDict(kept, batch_size=[slots])
     buffer = RolloutBuffer(config.ticks)
     tick = fused_step(world, Student(prover, imitating), config.compile)
     for step in range(start, total):
@@ -430,8 +432,7 @@ def _train(
             _add_advantages(world, prover, data, state, config)
         epochs = 1 if imitating else config.epochs
         numbers = learn(update, buffer, epochs, config.minibatches, generator, config.max_kl)
-        ended = data["done"].sum().clamp(min=1)
-        numbers["return"] = (data["reward"] * data["done"]).sum() / ended
+        numbers["return"] = weighted_mean(data["reward"], data["done"].float())
         if (step + 1) * LOOKS // total > step * LOOKS // total:
             choice.consider(phase=float(not imitating), step=step + 1.0)
             prover.trust.fill_(1.0)
@@ -439,7 +440,7 @@ def _train(
         if report:
             report(phase, step, total, numbers)
         if saver:
-            saver.save(step + 1, dict(state.items()), force=step + 1 == total)
+            saver.save(step + 1, rows=dict(state.items()), force=step + 1 == total)
 
 
 def _imitation(prover: Prover) -> Callable[[TensorDict], tuple[Tensor, dict[str, Tensor]]]:

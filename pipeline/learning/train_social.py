@@ -9,9 +9,10 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn import functional as F
 
+from pipeline.learning import distributed
 from pipeline.learning.checkpoint import Checkpoint
 from pipeline.learning.log import Log
-from pipeline.learning.losses import weighted_mean
+from pipeline.learning.losses import weighted_means
 from pipeline.learning.sequences import Lanes, per_agent
 from pipeline.learning.update import Update
 from pipeline.modules.contracts import TownShape, others_of
@@ -72,7 +73,7 @@ def train_social(
     torch.manual_seed(seed)
     model = Social(shape, params.hidden)
     lanes = Lanes(data, worlds, params.lanes, params.chunk, torch.Generator().manual_seed(seed))
-    slots = params.lanes * shape.num_agents
+    slots = distributed.share(params.lanes, "params.yaml: social.lanes") * shape.num_agents
     state = torch.zeros(slots, shape.num_others, model.recurrent_dim)
     carried: list[Tensor] = []
 
@@ -85,10 +86,7 @@ def train_social(
         action_loss = F.cross_entropy(
             action.movedim(-1, 1), chunk["others_next_action"], reduction="none"
         )
-        parts = {
-            "goal": weighted_mean(goal_loss, weight),
-            "next_action": weighted_mean(action_loss, weight),
-        }
+        parts = weighted_means({"goal": (goal_loss, weight), "next_action": (action_loss, weight)})
         return parts["goal"] + parts["next_action"], parts
 
     update = Update(loss, model.parameters(), learning_rate=params.learning_rate)
@@ -100,7 +98,7 @@ def train_social(
         metrics = update(lanes.read(), state)
         state = carried[0]
         log.record(step, metrics)
-        saved.save(step + 1, {"state": state})
+        saved.save(step + 1, rows={"state": state})
     return model.eval()
 
 

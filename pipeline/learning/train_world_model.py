@@ -10,9 +10,10 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn import functional as F
 
+from pipeline.learning import distributed
 from pipeline.learning.checkpoint import Checkpoint
 from pipeline.learning.log import Log
-from pipeline.learning.losses import weighted_mean
+from pipeline.learning.losses import weighted_means
 from pipeline.learning.returns import discounted
 from pipeline.learning.update import Update
 from pipeline.modules.contracts import METERS, TownShape
@@ -22,6 +23,7 @@ from pipeline.profiling import region
 
 REPORT_TICKS = (1, 5, 15, 50)
 INPUTS = ("mean", "log_std", "known_state", "action")
+IMPORTANCE = {"known_state": 4.0, "reward": 10.0, "free": 0.3, "error": 0.1}
 SCALED = ("mean", "log_std", "known_state", "continue", "value", "legal", "free", "log_error")
 
 
@@ -52,12 +54,25 @@ def experience(data: TensorDict, beliefs: TensorDict, gamma: float) -> TensorDic
     )
 
 
-def windows(experience: TensorDict, length: int, count: int, worlds: Tensor, rng: torch.Generator):
-    """TensorDict [length + 1, count]: random windows that begin with a living agent."""
+def windows(
+    experience: TensorDict,
+    length: int,
+    count: int,
+    worlds: Tensor,
+    rng: torch.Generator,
+    which: Tensor | None = None,
+) -> TensorDict:
+    """TensorDict [length + 1, count]: random windows that begin with a living agent.
+
+    Args:
+        which: int64 [.] read only these of the windows that were drawn.
+    """
     ticks, _, agents = experience.shape
     start = torch.randint(ticks - length, (count,), generator=rng)
     world = worlds[torch.randint(len(worlds), (count,), generator=rng)]
     agent = torch.randint(agents, (count,), generator=rng)
+    if which is not None:
+        start, world, agent = start[which], world[which], agent[which]
     t = start.unsqueeze(0) + torch.arange(length + 1).unsqueeze(1)
     return experience[t, world.expand_as(t), agent.expand_as(t)]
 
@@ -107,24 +122,23 @@ def world_model_loss(model: WorldModel, window: TensorDict) -> tuple[Tensor, dic
         tries = weight * (window["action"][t] == interact)
         # The likelihood of an error that is distributed exponentially.
         likelihood = added / ERROR_UNIT * (-p.log_error).exp() + p.log_error
+        survival = bce(p.continue_logit, truth["continue_logit"], reduction="none")
+        legality = bce(p.legal_logit, truth["legal_logit"], reduction="none").mean(-1)
         parts = {
             # what the latent holds is mostly noise of the moment
-            "mean": weighted_mean(places.mean(-1) + 0.1 * latent.mean(-1), survived),
-            "log_std": weighted_mean(spread.square().mean(-1), survived),
-            "known_state": weighted_mean((off / known_unit).mean(-1), survived) * 4,
-            "reward": weighted_mean((p.reward - truth["reward"]).abs(), weight) * 10,
-            "continue": weighted_mean(
-                bce(p.continue_logit, truth["continue_logit"], reduction="none"), weight
-            ),
-            "value": weighted_mean(((p.value - truth["value"]) / unit["value"]).square(), weight),
-            "legal": weighted_mean(
-                bce(p.legal_logit, truth["legal_logit"], reduction="none").mean(-1), survived
-            ),
-            "free": weighted_mean(bce(p.free_logit, free, reduction="none"), tries) * 0.3,
-            "error": weighted_mean(likelihood, survived) * 0.1,
+            "mean": (places.mean(-1) + 0.1 * latent.mean(-1), survived),
+            "log_std": (spread.square().mean(-1), survived),
+            "known_state": ((off / known_unit).mean(-1), survived),
+            "reward": ((p.reward - truth["reward"]).abs(), weight),
+            "continue": (survival, weight),
+            "value": (((p.value - truth["value"]) / unit["value"]).square(), weight),
+            "legal": (legality, survived),
+            "free": (bce(p.free_logit, free, reduction="none"), tries),
+            "error": (likelihood, survived),
         }
-        for name, value in parts.items():
-            sums[name] = sums.get(name, torch.zeros(())) + value / horizon
+        for name, value in weighted_means(parts).items():
+            scaled = value * IMPORTANCE.get(name, 1.0)
+            sums[name] = sums.get(name, torch.zeros(())) + scaled / horizon
         mean, log_std, known, weight = p.mean, p.log_std, p.known_state, survived
     return torch.stack(list(sums.values())).sum(), sums
 
@@ -162,6 +176,10 @@ def train_world_model(
     rng = torch.Generator().manual_seed(seed)
     model.scale.copy_(output_scale(model, windows(experience, 1, 8192, worlds, rng)))
 
+    distributed.share(params.batch, "params.yaml: world_model.batch")
+    drawn = torch.arange(params.members * params.batch).view(params.members, params.batch)
+    own = distributed.part(drawn, 1)
+
     def loss(window: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         return world_model_loss(model, window)
 
@@ -173,11 +191,10 @@ def train_world_model(
     for step in log.steps(params.steps, start):
         update.set_learning_rate(params.learning_rate * (1 - step / params.steps))
         with region("data"):
-            batch = windows(experience, params.horizon, params.batch * params.members, worlds, rng)
-            per_member = (params.members, params.batch)
+            batch = windows(experience, params.horizon, drawn.numel(), worlds, rng, own.flatten())
             batch = TensorDict(
-                {k: v.unflatten(1, per_member) for k, v in batch.items()},
-                batch_size=[params.horizon + 1, *per_member],
+                {k: v.unflatten(1, own.shape) for k, v in batch.items()},
+                batch_size=[params.horizon + 1, *own.shape],
             )
         log.record(step, update(batch))
         saved.save(step + 1)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.learning.compiling import inductor_options
+from pipeline.learning.distributed import sum_gradients
 from pipeline.learning.precision import Precision, autocast
 from pipeline.profiling import region
 
@@ -147,6 +148,7 @@ class Update:
 
     def _apply(self) -> Tensor:
         """Clip and step; returns the norm of the gradients before clipping."""
+        sum_gradients(self.parameters)
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
         if self.scaler.is_enabled():

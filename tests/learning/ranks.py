@@ -1,0 +1,64 @@
+"""Processes as `torchrun` would start them, over real sockets, kept for test after test."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import multiprocessing
+
+from pipeline.learning.distributed import joined
+
+MOST = 4
+
+
+class Ranks:
+    """`MOST` processes; `run` has as many as asked for form a group and call a function."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        context = multiprocessing.get_context("spawn")
+        self.told = context.SimpleQueue()
+        self.asked = [context.SimpleQueue() for _ in range(MOST)]
+        self.processes = [
+            context.Process(target=_serve, args=(rank, asked, self.told, folder), daemon=True)
+            for rank, asked in enumerate(self.asked)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def run(self, count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What a module's top-level function returns on each rank: tensors, in lists and dicts."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        for asked in self.asked[:count]:
+            asked.put((count, port, function, arguments))
+        errors = [error for error in (self.told.get() for _ in range(count)) if error]
+        assert not errors, "\n".join(errors)
+        return [torch.load(self.folder / f"{rank}.pt", weights_only=True) for rank in range(count)]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+
+
+def _serve(rank: int, asked: Any, told: Any, folder: Path) -> None:
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    while True:
+        count, port, function, arguments = asked.get()
+        os.environ |= {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        }  # fmt: skip
+        try:
+            with joined():
+                torch.save(function(*arguments), folder / f"{rank}.pt")
+            told.put("")
+        except BaseException as error:
+            told.put(f"rank {rank}: {type(error).__name__}: {error}")

@@ -1,0 +1,204 @@
+"""`torchrun` runs the training stages: equal to one process; what is left when a rank is lost."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from pipeline.files import sha256_file
+
+pytestmark = pytest.mark.slow
+
+UPDATES = {  # at least 20 of every stage; the world model, the policy and the prover take more
+    "perception": ("perception", "steps", 20),
+    "social": ("social", "steps", 20),
+}
+# As `torchrun ... -m stages.X`, but every step is saved, so that there is something to resume from.
+EAGER = """
+import runpy, sys
+from pipeline.learning.checkpoint import Checkpoint
+Checkpoint.__init__.__defaults__ = (0.0,)
+runpy.run_module(f"stages.{sys.argv[1]}", run_name="__main__")
+"""
+
+
+def torchrun(*arguments: str) -> list[str]:
+    """With --standalone: it takes a free port, so that tests may run side by side."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*command, "--nproc-per-node", "2", *arguments]
+
+
+def made(repo, stage: str) -> list[Path]:
+    names = {
+        "perception": ["perception.pt"],
+        "policy": [f"policy_{part}.pt2" for part in ("prior", "ended", "weigh", "act")],
+        "prove": ["prover/weights.pt", "prover.onnx"],
+    }
+    return [repo.artifacts / name for name in names.get(stage, [f"{stage}.pt2"])]
+
+
+def numbers(repo, stage: str) -> torch.Tensor:
+    """Every trained number of the stage's first artifact."""
+    path = made(repo, stage)[0]
+    if path.suffix == ".pt2":
+        state = torch.export.load(path).state_dict
+    else:
+        state = torch.load(path, weights_only=True)
+    return torch.cat([value.double().flatten() for _, value in sorted(state.items())])
+
+
+def curve(repo, stage: str) -> list[list[float]]:
+    lines = (repo.artifacts / "plots" / f"{stage}.csv").read_text().splitlines()[1:]
+    return [[float(x) for x in line.split(",") if x] for line in lines]
+
+
+@pytest.mark.parametrize("stage", ["perception", "world_model", "social", "policy", "prove"])
+def test_a_stage_on_two_ranks_makes_what_one_process_makes(copy, stage, capsys):
+    if stage in UPDATES:
+        copy.set(*UPDATES[stage])
+    before = numbers(copy, stage)
+    copy.env["OMP_NUM_THREADS"] = "1"
+    alone = copy.stage(stage)
+    assert alone.returncode == 0, alone.stderr
+    expected, expected_curve = numbers(copy, stage), curve(copy, stage)
+    assert (expected - before).abs().max() > 1e-3 or stage not in UPDATES
+    bytes_of_one = {path.name: path.stat().st_size for path in made(copy, stage)}
+    for path in made(copy, stage):
+        path.unlink()
+
+    done = copy.run(*torchrun("-m", f"stages.{stage}"), check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    difference = (numbers(copy, stage) - expected).abs().max().item()
+    with capsys.disabled():
+        print(f"\n{stage}: largest difference of a parameter {difference:.1e}")
+    assert difference <= 1e-5
+    for ours, theirs in zip(curve(copy, stage), expected_curve, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+    assert {path.name: path.stat().st_size for path in made(copy, stage)} == bytes_of_one
+    assert len(re.findall(rf"^{stage}: 0/", done.stderr, re.M)) == (stage != "prove")  # one log
+    assert not list((copy.path / "checkpoints").glob(f"{stage}-*/"))
+    runs = runs_of(copy, stage)
+    assert runs[0].data.tags["ranks"] == "2"
+    assert runs[0].info.status == "FINISHED"
+    assert [run.data.tags.get("ranks") for run in runs[1:]] == [None] * (len(runs) - 1)
+
+
+def runs_of(repo, stage: str) -> list:
+    """The stage's MLflow runs, the last one first."""
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{repo.path / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("hamlet")
+    where = f"tags.`hamlet.stage` = '{stage}'"
+    return client.search_runs(
+        [experiment.experiment_id], where, order_by=["attributes.start_time DESC"]
+    )
+
+
+def kill_a_rank(repo, stage: str, rank: int, *options: str) -> tuple[int, str, float]:
+    """Start the stage, kill one rank once there is a checkpoint: exit code, what was said, and
+    the seconds that the others took to end."""
+    script = repo.path / "eager.py"
+    script.write_text(EAGER)
+    command = torchrun(*options, str(script), stage)
+    said = repo.path / "said.txt"
+    with (
+        said.open("w") as output,
+        subprocess.Popen(command, cwd=repo.path, env=repo.env, stdout=output, stderr=output) as run,
+    ):
+        until = time.monotonic() + 120
+        while not list((repo.path / "checkpoints").glob(f"{stage}-*/checkpoint.pt")):
+            assert run.poll() is None, said.read_text()
+            assert time.monotonic() < until, "no checkpoint"
+            time.sleep(0.002)
+        children = psutil.Process(run.pid).children(recursive=True)
+        (victim,) = [c for c in children if c.environ().get("RANK") == str(rank)]
+        victim.send_signal(signal.SIGKILL)
+        began = time.monotonic()
+        code = run.wait(timeout=180)
+    return code, said.read_text(), time.monotonic() - began
+
+
+def first_step(stage: str, said: str) -> int:
+    return int(re.findall(rf"^{stage}: (\d+)/", said, re.M)[0])
+
+
+@pytest.mark.parametrize(("stage", "rank"), [("perception", 0), ("policy", 1)])
+def test_without_one_rank_the_other_ends_and_the_same_command_goes_on(copy, stage, rank):
+    command = torchrun(str(copy.path / "eager.py"), stage)
+    (copy.path / "eager.py").write_text(EAGER)
+    if stage == "perception":
+        copy.set(stage, "steps", 60)
+    copy.run(*command)
+    expected = [sha256_file(path) for path in made(copy, stage)]
+
+    code, said, seconds = kill_a_rank(copy, stage, rank)
+    assert code != 0
+    assert seconds < 60
+    ours = said.partition("Traceback (most recent call last):\n  File")[0]  # torchrun has its own
+    assert re.search(
+        r"(another rank ended or does not answer: .* run the same command again"
+        r"|was interrupted: the checkpoint .* the same command resumes from it)",
+        ours,
+    ) or (rank == 0 and "SIGKILL" in said), said
+    assert [sha256_file(path) for path in made(copy, stage)] == expected  # nothing half-written
+    for path in made(copy, stage):
+        path.unlink()
+
+    done = copy.run(*command)
+    assert first_step(stage, done.stderr) > 0, "began again instead of resuming"
+    assert [sha256_file(path) for path in made(copy, stage)] == expected
+    assert not list((copy.path / "checkpoints").glob(f"{stage}-*/"))
+
+
+def test_torchrun_itself_restarts_what_was_lost_and_one_process_may_go_on(copy):
+    """Two ranks, then two again by --max-restarts; killed for good, one process goes on."""
+    copy.set("social", "steps", 80)
+    assert copy.stage("social").returncode == 0
+    expected = numbers(copy, "social")
+    code, said, _ = kill_a_rank(copy, "social", 1, "--max-restarts", "1")
+    assert code == 0, said
+    starts = [int(step) for step in re.findall(r"^social: (\d+)/80 \(", said, re.M)]
+    assert starts[0] == 0
+    assert any(step > 0 for step in starts[1:-1]), said
+    torch.testing.assert_close(numbers(copy, "social"), expected, atol=1e-5, rtol=0)
+
+    code, said, _ = kill_a_rank(copy, "social", 1)
+    assert code != 0
+    done = copy.stage("social")
+    assert done.returncode == 0, done.stderr
+    assert first_step("social", done.stderr) > 0
+    torch.testing.assert_close(numbers(copy, "social"), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("stage", "change", "told"),
+    [
+        ("perception", ("perception", "lanes", 5), r"perception\.lanes is 5, which 2 ranks"),
+        ("world_model", ("world_model", "batch", 33), r"world_model\.batch is 33, which 2 ranks"),
+        ("policy", ("policy", "worlds", 7), r"policy\.worlds is 7, which 2 ranks"),
+        ("policy", ("policy", "meta_period", 32), r"agents of a rank is 16, not a multiple"),
+        ("prove", ("proofs", "slots", 33), r"proofs\.slots is 33, which 2 ranks"),
+        ("evaluate", None, r"evaluate trains nothing on 2 ranks: run `python -m stages\.evaluate`"),
+    ],
+)
+def test_what_ranks_cannot_do_is_one_line(copy, stage, change, told):
+    if change:
+        copy.set(*change)
+    before = json.loads((copy.artifacts / "metrics" / f"{stage}.json").read_text())
+    done = copy.run(*torchrun("-m", f"stages.{stage}"), check=False)
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if line.startswith(f"{stage} (rank 0): ")]
+    assert len(lines) == 1, done.stderr
+    assert re.search(told, lines[0]), lines[0]
+    assert json.loads((copy.artifacts / "metrics" / f"{stage}.json").read_text()) == before

@@ -97,7 +97,7 @@ class PolicyParams(Section):
     horizon: int = Field(ge=1, description="ticks H imagined for each")
     worlds: int = Field(ge=1, description="worlds B; B * agents must be a multiple of meta_period")
     rollout: int = Field(ge=2, description="ticks T per iteration")
-    imitation_iterations: int = Field(ge=0, description="expert drives 100 to 0 % of the worlds")
+    imitation_iterations: int = Field(ge=0, description="the expert drives ever fewer worlds")
     critic_iterations: int = Field(ge=0, description="updates of the critic alone, in between")
     ppo_iterations: int = Field(ge=0)
     epochs: int = Field(ge=1)
@@ -110,6 +110,7 @@ class PolicyParams(Section):
     clip: float = Field(gt=0, lt=1)
     max_kl: float = Field(gt=0, description="PPO begins no further epoch beyond this divergence")
     entropy: float = Field(ge=0, description="initial weight of both entropies; falls to a tenth")
+    teaching: float = Field(ge=0, description="weight of the expert's goals in the loss of PPO")
 
 
 class AgentParams(Section):

@@ -1,5 +1,9 @@
 """Train module D against the frozen A, B and C: imitation of an expert, then PPO.
 
+PPO alone undoes what imitation found (its steps are noisy, and the best policies are narrow), so it
+is kickstarted (Schmitt et al. 2018): the expert goes on telling which goal it would choose, and
+that likelihood stays, with a small weight, in the loss.
+
 Because the upstream modules are frozen, a tick's experience is stored as plain features: the
 updates have no recurrence, and the frozen modules run once per step of experience.
 """
@@ -268,7 +272,8 @@ def train_policy(
                 "goal_entropy": (entropy_of(goal_logits), deciding),
             }
         )
-        loss = action_loss + goal_loss + 0.5 * fit
+        told_loss, told = imitation_loss(prior, batch["expert_goal"], active)
+        loss = action_loss + goal_loss + 0.5 * fit + params.teaching * told_loss
         loss = loss - entropy_coef * (entropies["action_entropy"] + entropies["goal_entropy"])
         return loss, {
             **diagnostics,
@@ -277,6 +282,7 @@ def train_policy(
             # Of the two levels together: what ends an update that goes too far.
             "approx_kl": diagnostics["approx_kl"] + goal_diagnostics["approx_kl"],
             "value_loss": fit,
+            "goal_agreement": told["agreement"],
             **entropies,
         }
 
@@ -295,18 +301,17 @@ def train_policy(
     )  # fmt: skip
 
     expert = Scripted(town, ["expert"], seed)
+    learner = Learner(town, shape, mind, critic, expert)
     world = town.reset(seed, worlds, distributed.rank() * worlds)
     # Lives begin at different ages, so that every batch holds all ages and all hours.
     ages = torch.randint(shape.lifespan, (params.worlds,), generator=rng)
     world = town.rearrange(world, tick=distributed.part(ages))
     blank = distributed.part(tuple(first(slots * distributed.ranks())))
     memory = Memory(AgentState(*blank), expert.reset(world))
-    learners = {True: Learner(town, shape, mind, critic, expert)}
-    learners[False] = Learner(town, shape, mind, critic, None)
+    # The ticks of imitation, in which nothing is imagined, are too few to be worth compiling.
     steps = {
-        # The expert's ticks are too few to be worth compiling.
-        taught: fused_step(town, learner, compiling.rollout and not taught, precision)
-        for taught, learner in learners.items()
+        imitating: fused_step(town, learner, compiling.rollout and not imitating, precision)
+        for imitating in (True, False)
     }
     score, scores = torch.zeros_like(world["reward"]), torch.zeros(2)
 
@@ -344,7 +349,7 @@ def train_policy(
         contexts = [(None if imitating else deliberating(clock), driven) for clock in clocks]
         world, memory = collect(steps[imitating], world, memory, buffer, contexts)
         with region("loss"):
-            add_advantages(buffer, learners[imitating], world, params)
+            add_advantages(buffer, learner, world, params)
         if imitating:
             update = imitation
             left = 1 - iteration / params.imitation_iterations

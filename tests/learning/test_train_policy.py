@@ -1,6 +1,8 @@
-"""What training draws and what it counts: noise of its own generator, returns of whole lives."""
+"""What training draws, counts and is told: noise, returns of whole lives, the expert's goals."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +10,25 @@ from tensordict import TensorDict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeline.learning.buffer import RolloutBuffer
-from pipeline.learning.train_policy import ACTION_STREAM, GOAL_STREAM, episode_scores, gumbel
+from pipeline.learning.train_policy import (
+    ACTION_STREAM,
+    GOAL_STREAM,
+    episode_scores,
+    first_state,
+    goal_targets,
+    gumbel,
+    train_policy,
+)
+from pipeline.modules.agent import Mind
+from pipeline.modules.contracts import TownShape
+from pipeline.modules.perception import Perception
+from pipeline.modules.policy import Policy
+from pipeline.modules.social import Social
+from pipeline.modules.world_model import WorldModel
+from pipeline.params import load_params
+from pipeline.town import Town, load_pack
+
+TINY = Path(__file__).parents[2] / "tiny.yaml"
 
 AGENTS, CHOICES = 3, 5
 
@@ -87,3 +107,44 @@ def test_counting_returns_never_waits_for_the_device():
         )
         score, scores = episode_scores(buffer, torch.zeros(2, 2), torch.zeros(2))
     assert (score.shape, scores.shape) == ((2, 2), (2,))
+
+
+class Agreement:
+    """A trainer's log that keeps how often the goals are the expert's."""
+
+    def steps(self, total, start):
+        self.values = []
+        return range(start, total)
+
+    def record(self, step, metrics):
+        self.values.append(float(metrics["goal_agreement"]))
+
+
+def test_the_expert_goes_on_teaching_while_ppo_runs(tmp_path):
+    """PPO that is told the expert's goals comes to choose them; PPO alone does not."""
+    town = Town(load_pack("l4_contention"), num_layouts=8)
+    shape, params = TownShape.of(town), load_params(TINY)
+    agreement = {}
+    for teaching in (0.0, 3.0):
+        torch.manual_seed(0)
+        perception, world_model = Perception(shape, 16, 4), WorldModel(shape, 4, 24, 2)
+        sizes = params.policy.model_copy(
+            update={
+                "imitation_iterations": 0, "critic_iterations": 0, "ppo_iterations": 24,
+                "worlds": 16, "rollout": 8, "minibatches": 2, "learning_rate": 3e-3,
+                "max_kl": 100.0, "teaching": teaching,
+            }
+        )  # fmt: skip
+        policy = Policy(shape, perception.belief_dim, 24, goal_targets(town), 4, 0.2)
+        social = Social(shape, 8)
+        mind = Mind(perception, world_model, social, policy, sizes.candidates, sizes.horizon)
+        for module in (perception, world_model, social):
+            module.requires_grad_(False)
+        dims = perception.recurrent_dim, shape.num_others, social.recurrent_dim
+        log = Agreement()
+        train_policy(
+            town, shape, mind, lambda slots, dims=dims: first_state(slots, *dims), sizes,
+            params.compile, 0, tmp_path / f"{teaching}.pt", log,
+        )  # fmt: skip
+        agreement[teaching] = sum(log.values[-5:]) / 5
+    assert agreement[3.0] > agreement[0.0] + 0.1, agreement

@@ -14,6 +14,7 @@ from torch import multiprocessing
 from pipeline.learning.distributed import joined
 
 MOST = 4
+PATIENCE = 300  # seconds until a rank that says nothing is an error, not a test that hangs
 
 
 class Ranks:
@@ -22,7 +23,7 @@ class Ranks:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         context = multiprocessing.get_context("spawn")
-        self.told = context.SimpleQueue()
+        self.told = context.Queue()
         self.asked = [context.SimpleQueue() for _ in range(MOST)]
         self.processes = [
             context.Process(target=_serve, args=(rank, asked, self.told, folder), daemon=True)
@@ -38,7 +39,8 @@ class Ranks:
             port = free.getsockname()[1]
         for asked in self.asked[:count]:
             asked.put((count, port, function, arguments))
-        errors = [error for error in (self.told.get() for _ in range(count)) if error]
+        said = [self.told.get(timeout=PATIENCE) for _ in range(count)]
+        errors = [error for error in said if error]
         assert not errors, "\n".join(errors)
         return [torch.load(self.folder / f"{rank}.pt", weights_only=True) for rank in range(count)]
 

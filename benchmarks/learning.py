@@ -5,8 +5,9 @@
 Needs the frozen modules (`dvc repro`) and, for the peers, `pip install -e ".[bench]"`. Everything
 runs in one process on the cores it may use; ours and the peers take turns, the peers as their users
 run them and once more with our batched worlds (see `learning_peers`). An agent-step is one agent's
-tick: observed, believed, decided, played, and learned from `epochs` times. The last line is
-JSON, also written to `results/learning.json`; the ratios are between rows of that run.
+tick: observed, believed, decided, played, and learned from `epochs` times (by the critic; by the
+choice of goals where the agent deliberates). The last line is JSON, also written to
+`results/learning.json`; the ratios are between rows of that run.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from pipeline.learning.train_policy import (
     Learner,
     Memory,
     gumbel,
+    slots_of,
     train_policy,
 )
 from pipeline.modules.agent import AgentState
@@ -97,11 +99,14 @@ def learning(
     setting: Setting, compile: bool, precision: Precision, count: int, worlds: int
 ) -> dict[str, float]:
     """`count` iterations of PPO as the stage `policy` runs them, after two of warm-up."""
+    stage = setting.params.policy
     only_ppo = {
         "imitation_iterations": 0, "critic_iterations": 0, "ppo_iterations": count + 4,
         "max_kl": 1e9, "worlds": worlds,
+        # Of the size of the stage's: more of them for more worlds.
+        "minibatches": stage.minibatches * max(1, worlds // stage.worlds),
     }  # fmt: skip
-    sizes = setting.params.policy.model_copy(update=only_ppo)
+    sizes = stage.model_copy(update=only_ppo)
     how = CompileParams(rollout=compile, update=compile, precision=precision)  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as folder:
         log = Window(2, count, Path(folder))
@@ -154,11 +159,11 @@ class Greedy(Learner):
     """What evaluation needs: the likeliest goals and actions, and nothing to learn from."""
 
     def act(self, world: TensorDict, seen: TensorDict, memory: Memory, *context: Any) -> Any:
-        slice_, _ = context
+        n, (thinking, _) = self.shape.num_agents, context
         action, agent, _ = self.mind.explore(
-            observation_from(seen, 2), memory.agent, slice_, torch.zeros(()), torch.zeros(())
+            observation_from(seen, 2), memory.agent, slots_of(thinking, n), *[torch.zeros(())] * 2
         )
-        return action.unflatten(0, (-1, self.shape.num_agents)), Memory(agent, None), {}
+        return action.unflatten(0, (-1, n)), Memory(agent, None), {}
 
 
 def timed(function: Callable[[], Any], seconds: float) -> float:
@@ -181,9 +186,8 @@ class Ticks:
         self.slots = setting.slots(worlds)
         period = setting.params.policy.meta_period
         self.world = setting.town.reset(0, worlds)
-        self.memory = Memory(setting.blank(self.slots), None)
-        slice_ = torch.arange(self.slots // period) * period
-        self.context = (slice_, torch.zeros(worlds, dtype=torch.bool))
+        self.memory = Memory(setting.blank(worlds), None)
+        self.context = (torch.arange(worlds // period) * period, None)
 
     def whole(self, kind: type[Learner], compile: bool, mind: Any = None) -> float:
         """Milliseconds of a fused tick of that player."""

@@ -95,13 +95,14 @@ class PolicyParams(Section):
     emergency: float = Field(ge=0, le=1, description="energy or health under which goals change")
     candidates: int = Field(ge=1, description="goals C imagined when deliberating")
     horizon: int = Field(ge=1, description="ticks H imagined for each")
-    worlds: int = Field(ge=1, description="worlds B; B * agents must be a multiple of meta_period")
+    worlds: int = Field(ge=1, description="worlds B; a multiple of meta_period")
     rollout: int = Field(ge=2, description="ticks T per iteration")
     imitation_iterations: int = Field(ge=0, description="the expert drives ever fewer worlds")
     critic_iterations: int = Field(ge=0, description="updates of the critic alone, in between")
     ppo_iterations: int = Field(ge=0)
     epochs: int = Field(ge=1)
     minibatches: int = Field(ge=1, description="parts of a rollout per epoch of PPO")
+    imitation_epochs: int = Field(ge=1)
     imitation_minibatches: int = Field(ge=1, description="the same while imitating")
     imitation_learning_rate: float = Field(gt=0, lt=1)
     learning_rate: float = Field(gt=0, lt=1)
@@ -109,7 +110,9 @@ class PolicyParams(Section):
     lam: float = Field(ge=0, le=1, description="lambda of generalised advantage estimation")
     clip: float = Field(gt=0, lt=1)
     max_kl: float = Field(gt=0, description="PPO begins no further epoch beyond this divergence")
-    entropy: float = Field(ge=0, description="initial weight of both entropies; falls to a tenth")
+    entropy: float = Field(
+        ge=0, description="initial weight of the goals' entropy; ends at a tenth"
+    )
     teaching: float = Field(ge=0, description="weight of the expert's goals in the loss of PPO")
 
 
@@ -135,7 +138,7 @@ class RegisterParams(Section):
     min_mean_return: float = Field(description="of the agent on held-out worlds")
     max_loss: float = Field(description="of the policy at the end of its training")
     max_value_loss: float = Field(ge=0, description="of the critic at the end of its training")
-    min_action_entropy: float = Field(ge=0, description="nats, at the end of the training")
+    min_goal_entropy: float = Field(ge=0, description="nats, at the end of the training")
 
 
 class ProofsParams(Section):
@@ -152,7 +155,7 @@ class ProofsParams(Section):
 
 
 class CompileParams(Section):
-    """How the policy's PPO runs. Compiling takes a minute or two; then it is twice as fast."""
+    """How the policy's PPO runs. Compiling takes two minutes; then it is twice as fast."""
 
     rollout: bool = Field(description="torch.compile a tick of play: town, four modules, critic")
     update: bool = Field(description="torch.compile the forward pass and the loss")

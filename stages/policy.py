@@ -24,7 +24,7 @@ from stages.log import StageLog
 def make_mind(
     params: Params, town: Town
 ) -> tuple[Mind, Callable[[int], AgentState], list[dict[str, Any]]]:
-    """The frozen A, B and C with a new D, blank minds of a number of slots, and the cards."""
+    """The frozen A, B and C with a new D, blank minds of a number of worlds, and the cards."""
     shape, sizes = TownShape.of(town), params.policy
     perceive, a_card = load_frozen(paths.PERCEPTION, shape.pack_hash)
     imagine_tick, b_card = load_frozen(paths.WORLD_MODEL, shape.pack_hash)
@@ -40,9 +40,9 @@ def make_mind(
     )
     mind = Mind(perceive, imagine_tick, read_others, policy, sizes.candidates, sizes.horizon)
 
-    def blank(slots: int) -> AgentState:
+    def blank(worlds: int) -> AgentState:
         dims = a_card["recurrent_dim"], shape.num_others, c_card["recurrent_dim"]
-        return first_state(slots, *dims)
+        return first_state(worlds, shape.num_agents, *dims)
 
     return mind, blank, [a_card, b_card, c_card]
 

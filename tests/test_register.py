@@ -38,7 +38,7 @@ SCORES = {
 
 
 # The training's own mean return is not what the gate looks at.
-TRAINED = {"loss": 0.1, "value_loss": 0.01, "action_entropy": 0.06, "mean_return": 1.0}
+TRAINED = {"loss": 0.1, "value_loss": 0.01, "goal_entropy": 0.06, "mean_return": 1.0}
 
 
 def write_agent(repo: Path, weight: float) -> None:
@@ -282,7 +282,7 @@ def test_the_gate_keeps_the_alias_and_says_why(repo, capsys):
         ("min_mean_return", 450.0, "mean_return is 400.5, the gate asks min 450"),
         ("max_loss", 0.05, "loss is 0.1, the gate asks max 0.05"),
         ("max_value_loss", 0.001, "value_loss is 0.01, the gate asks max 0.001"),
-        ("min_action_entropy", 0.1, "action_entropy is 0.06, the gate asks min 0.1"),
+        ("min_goal_entropy", 0.1, "goal_entropy is 0.06, the gate asks min 0.1"),
     ],
 )
 def test_every_limit_of_the_gate_can_block_and_is_named(repo, limit, bound, reason):

@@ -187,7 +187,7 @@ def test_torchrun_itself_restarts_what_was_lost_and_one_process_may_go_on(copy):
         ("perception", ("perception", "lanes", 5), r"perception\.lanes is 5, which 2 ranks"),
         ("world_model", ("world_model", "batch", 33), r"world_model\.batch is 33, which 2 ranks"),
         ("policy", ("policy", "worlds", 7), r"policy\.worlds is 7, which 2 ranks"),
-        ("policy", ("policy", "meta_period", 32), r"agents of a rank is 16, not a multiple"),
+        ("policy", ("policy", "meta_period", 32), r"policy.worlds of a rank is 4, not a multiple"),
         ("prove", ("proofs", "slots", 33), r"proofs\.slots is 33, which 2 ranks"),
         ("evaluate", None, r"evaluate trains nothing on 2 ranks: run `python -m stages\.evaluate`"),
     ],

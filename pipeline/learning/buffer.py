@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from tensordict import TensorDict
@@ -43,6 +43,19 @@ class RolloutBuffer:
 
     def reset(self) -> None:
         self.length = 0
+
+    def part(self, names: Sequence[str], slots: Tensor | None = None) -> RolloutBuffer:
+        """Some entries of what is kept, of all slots, or of slots int64 [T, S'] of each tick."""
+        assert self.data is not None
+        chosen = RolloutBuffer(self.ticks)
+        chosen.length, chosen.data = self.length, self.data.select(*names)
+        if slots is not None:
+            rows = (slots + torch.arange(self.ticks).unsqueeze(-1) * self.data.shape[1]).flatten()
+            flat = chosen.data.flatten(0, 1).apply(
+                lambda x: x.index_select(0, rows), batch_size=rows.shape
+            )
+            chosen.data = flat.unflatten(0, slots.shape)
+        return chosen
 
     def minibatches(self, count: int, generator: torch.Generator) -> Iterator[TensorDict]:
         """Every row of the full buffer once, shuffled, in `count` parts of nearly equal size.

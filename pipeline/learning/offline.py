@@ -130,7 +130,7 @@ def train_offline(
         for t in range(ticks):
             row = {name: logged[name][t] for name in logged.keys()}  # noqa: SIM118
             buffer.add(row | {name: x[t] for name, x in extra.items()})
-        log.record(iteration, learn(update, buffer, epochs, minibatches, generator, max_kl))
+        log.record(iteration, learn(update, [buffer], epochs, minibatches, generator, max_kl))
 
 
 def check(logged: TensorDict) -> None:

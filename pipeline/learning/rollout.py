@@ -9,7 +9,7 @@ remembers from tick to tick.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -98,23 +98,25 @@ def collect(
 
 def learn(
     update: Update,
-    buffer: RolloutBuffer,
+    experience: Sequence[RolloutBuffer],
     epochs: int,
     minibatches: int,
     generator: torch.Generator,
     max_kl: float = math.inf,
 ) -> Record:
-    """Update on every row of a full buffer, `epochs` times over; returns the last diagnostics.
+    """Update on every row of full buffers, `epochs` times over; returns the last diagnostics.
 
     Args:
+        experience: every update is given a minibatch of each of these.
         max_kl: no further epoch begins once `approx_kl` (nats) of a minibatch went above it: the
             early stop of Spinning Up's PPO (Achiam 2018). Looked at once per epoch.
     """
     diagnostics: Record = {}
     for _ in range(epochs):
         divergence = []
-        for batch in buffer.minibatches(minibatches, generator):
-            diagnostics = update(batch)
+        parts = [buffer.minibatches(minibatches, generator) for buffer in experience]
+        for batches in zip(*parts, strict=True):
+            diagnostics = update(*batches)
             divergence += [diagnostics["approx_kl"]] if "approx_kl" in diagnostics else []
         if divergence and bool(torch.stack(divergence).max() > max_kl):
             break

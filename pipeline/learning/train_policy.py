@@ -2,10 +2,14 @@
 
 PPO alone undoes what imitation found (its steps are noisy, and the best policies are narrow), so it
 is kickstarted (Schmitt et al. 2018): the expert goes on telling which goal it would choose, and
-that likelihood stays, with a small weight, in the loss.
+that likelihood stays, with a small weight, in the loss. And it improves the choice of goals only:
+the controller that imitation leaves loses next to nothing (pursuing the expert's goals it has 99 %
+of the expert's return), and PPO on its actions made trainings fail.
 
 Because the upstream modules are frozen, a tick's experience is stored as plain features: the
-updates have no recurrence, and the frozen modules run once per step of experience.
+updates have no recurrence, and the frozen modules run once per step of experience. Values are
+learned from every tick, goals from those at which an agent deliberates, one in `meta_period`: what
+the same network says in between follows.
 """
 
 from __future__ import annotations
@@ -27,12 +31,10 @@ from pipeline.learning.losses import (
     entropy_of,
     imitation_loss,
     log_prob_of,
-    masked_logits,
     normalise,
     ppo_policy_loss,
     value_loss,
     weighted_mean,
-    weighted_means,
 )
 from pipeline.learning.precision import Precision, best_precision
 from pipeline.learning.returns import gae
@@ -50,6 +52,12 @@ REACHED = 0.95
 WARM_UP = 10
 LED = 0.6
 """The part of imitation in which the expert acts, in fewer and fewer worlds; then it only tells."""
+FEATURES = tuple(f"f_{name}" for name in Features._fields)
+VALUING = ("active", "privileged", "value", "returns")
+"""Of a tick's experience, what PPO's values are learned from."""
+THINKING = (*FEATURES, "candidates", "imagined_return", "imagined_confidence", "goal",
+            "goal_log_prob", "active", "advantages", "expert_goal")  # fmt: skip
+"""And what its goals are learned from, of the agents that deliberate."""
 
 
 def goal_targets(town: Town) -> Tensor:
@@ -66,15 +74,18 @@ def goal_targets(town: Town) -> Tensor:
     return targets
 
 
-def first_state(slots: int, recurrent_dim: int, others: int, social_dim: int) -> AgentState:
-    """Blank minds of `slots` agents, their clocks staggered so that few deliberate at a time."""
+def first_state(
+    worlds: int, agents: int, recurrent_dim: int, others: int, social_dim: int
+) -> AgentState:
+    """Blank minds, the worlds' clocks staggered so that few agents deliberate at a time."""
+    slots = worlds * agents
     zeros = torch.zeros(slots, dtype=torch.int64)
     return AgentState(
         belief=torch.zeros(slots, recurrent_dim),
         social=torch.zeros(slots, others, social_dim),
         goal=zeros,
         goal_age=zeros + 10_000,  # ended: a goal is chosen at once
-        clock=torch.arange(slots),
+        clock=torch.arange(worlds).repeat_interleave(agents),
         rng=zeros,
     )
 
@@ -124,30 +135,37 @@ class Learner:
         world: TensorDict,
         seen: TensorDict,
         memory: Memory,
-        slice_: Tensor | None,
-        driven: Tensor,
+        thinking: Tensor | None,
+        driven: Tensor | None,
     ) -> tuple[Tensor, Memory, Record]:
         """Sampled actions int64 [B, N].
 
         Args:
-            slice_: the slots that deliberate now (see `Mind.explore`).
-            driven: bool [B] worlds where the expert acts.
+            thinking: int64 [B / meta_period] the worlds whose agents deliberate now, and imagine;
+                None in imitation, in which nothing is imagined.
+            driven: bool [B] worlds where the expert acts. Where it is None, the expert says which
+                goals it would choose only in the worlds that deliberate.
         """
         n = self.shape.num_agents
         action, agent, record = self.mind.explore(
             observation_from(seen, 2),
             memory.agent,
-            slice_,
+            None if thinking is None else slots_of(thinking, n),
             gumbel(world, n, self.shape.num_goals, GOAL_STREAM),
             gumbel(world, n, self.shape.num_actions, ACTION_STREAM),
         )
         acted, remembered = action.unflatten(0, (-1, n)), memory.expert
-        if self.expert is not None:
+        if self.expert is not None and driven is not None:
             with region("expert"):
                 expert_action, expert_goal, remembered = self.expert.act(world, remembered)
             acted = torch.where(driven.unsqueeze(-1), expert_action, acted)
             record["expert_action"] = expert_action.flatten()
             record["expert_goal"] = expert_goal.flatten()
+        elif self.expert is not None and thinking is not None:
+            with region("expert"):
+                told = self.expert.act(world[thinking], memory.expert[thinking])[1]
+            goals = torch.zeros_like(acted).index_copy(0, thinking, told)
+            record["expert_goal"] = goals.flatten()
         record["privileged"] = privileged_features(self.town, self.shape, world).flatten(0, 1)
         record["value"] = self.critic(record["privileged"])
         return acted, Memory(agent, remembered), record
@@ -161,6 +179,11 @@ class Learner:
             "done": after["done"].flatten(),
             "active": before["alive"].flatten(),
         }
+
+
+def slots_of(worlds: Tensor, agents: int) -> Tensor:
+    """int64 [B * N] the slots of the agents of worlds int64 [B]."""
+    return (worlds.unsqueeze(-1) * agents + torch.arange(agents)).flatten()
 
 
 @torch.no_grad()
@@ -182,7 +205,7 @@ def add_advantages(
 
 
 def features_of(batch: TensorDict) -> Features:
-    return Features(*(batch[f"f_{name}"] for name in Features._fields))
+    return Features(*(batch[name] for name in FEATURES))
 
 
 def train_policy(
@@ -199,15 +222,14 @@ def train_policy(
     """Train `mind.policy` in place; returns the critic that was trained beside it.
 
     Args:
-        first: blank minds of a number of slots.
+        first: blank minds of a number of worlds.
     """
     policy: Any = mind.policy
     worlds = distributed.share(params.worlds, "params.yaml: policy.worlds")
-    slots = worlds * shape.num_agents
-    if slots % params.meta_period:
-        whose = "params.yaml: policy.worlds * agents" + " of a rank" * (distributed.ranks() > 1)
+    if worlds % params.meta_period:
+        whose = "params.yaml: policy.worlds" + " of a rank" * (distributed.ranks() > 1)
         raise HamletError(
-            f"{whose} is {slots}, not a multiple of policy.meta_period ({params.meta_period})",
+            f"{whose} is {worlds}, not a multiple of policy.meta_period ({params.meta_period})",
             "change either, so that the same number of agents deliberates at every tick",
         )
     torch.manual_seed(seed)
@@ -238,66 +260,50 @@ def train_policy(
             critic(batch["privileged"]), batch["value"], batch["returns"], weight, 1e9
         )
 
-    def improve(batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
-        f, active = features_of(batch), batch["active"].float()
-        deciding = active * batch["decide"].float()
-        prior = policy.prior_logits(f)
-        considered = policy.goal_logits(
-            prior, batch["candidates"], batch["imagined_return"], batch["imagined_confidence"]
+    def improve(ticks: TensorDict, thoughts: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
+        active, deciding = ticks["active"].float(), thoughts["active"].float()
+        fit, value_diagnostics = value_loss(
+            critic(ticks["privileged"]), ticks["value"], ticks["returns"], active, params.clip
         )
-        goal_logits = torch.where(batch["deliberate"].unsqueeze(-1), considered, prior).float()
-        action_logits = masked_logits(policy.action_logits(f, batch["goal"]), batch["mask"])
-        advantages = normalise(batch["advantages"], active)
-        action_loss, diagnostics = ppo_policy_loss(
-            log_prob_of(action_logits, batch["action"]),
-            batch["action_log_prob"],
-            advantages,
-            active,
-            params.clip,
-        )
-        goal_loss, goal_diagnostics = ppo_policy_loss(
-            log_prob_of(goal_logits, batch["goal"]),
-            batch["goal_log_prob"],
-            advantages,
+        prior = policy.prior_logits(features_of(thoughts))
+        logits = policy.goal_logits(
+            prior,
+            thoughts["candidates"],
+            thoughts["imagined_return"],
+            thoughts["imagined_confidence"],
+        ).float()
+        surrogate, diagnostics = ppo_policy_loss(
+            log_prob_of(logits, thoughts["goal"]),
+            thoughts["goal_log_prob"],
+            normalise(thoughts["advantages"], deciding),
             deciding,
             params.clip,
         )
-        values = critic(batch["privileged"])
-        fit, value_diagnostics = value_loss(
-            values, batch["value"], batch["returns"], active, params.clip
-        )
-        entropies = weighted_means(
-            {
-                "action_entropy": (entropy_of(action_logits), active),
-                "goal_entropy": (entropy_of(goal_logits), deciding),
-            }
-        )
-        told_loss, told = imitation_loss(prior, batch["expert_goal"], active)
-        loss = action_loss + goal_loss + 0.5 * fit + params.teaching * told_loss
-        loss = loss - entropy_coef * (entropies["action_entropy"] + entropies["goal_entropy"])
+        told_loss, told = imitation_loss(prior, thoughts["expert_goal"], deciding)
+        entropy = weighted_mean(entropy_of(logits), deciding)
+        loss = surrogate + 0.5 * fit + params.teaching * told_loss - entropy_coef * entropy
         return loss, {
             **diagnostics,
-            **{f"goal_{name}": value for name, value in goal_diagnostics.items()},
             **value_diagnostics,
-            # Of the two levels together: what ends an update that goes too far.
-            "approx_kl": diagnostics["approx_kl"] + goal_diagnostics["approx_kl"],
             "value_loss": fit,
             "goal_agreement": told["agreement"],
-            **entropies,
+            "goal_entropy": entropy,
         }
 
     everything = [*policy.parameters(), *critic.parameters()]
+    choosing = [p for name, p in policy.named_parameters() if not name.startswith("controller.")]
     wanted = compiling.precision
     precision: Precision = best_precision("cpu") if wanted == "auto" else wanted
     imitation = Update(
-        imitate, everything, learning_rate=params.imitation_learning_rate, precision=precision
-    )
+        imitate, everything, learning_rate=params.imitation_learning_rate,
+        compile=compiling.update, precision=precision,
+    )  # fmt: skip
     critic_only = Update(
         fit_critic, critic.parameters(), learning_rate=params.learning_rate, precision=precision
     )
     ppo = Update(
-        improve, everything, learning_rate=params.learning_rate, max_grad_norm=0.5,
-        compile=compiling.update, precision=precision,
+        improve, [*choosing, *critic.parameters()], learning_rate=params.learning_rate,
+        max_grad_norm=0.5, compile=compiling.update, precision=precision,
     )  # fmt: skip
 
     expert = Scripted(town, ["expert"], seed)
@@ -306,7 +312,7 @@ def train_policy(
     # Lives begin at different ages, so that every batch holds all ages and all hours.
     ages = torch.randint(shape.lifespan, (params.worlds,), generator=rng)
     world = town.rearrange(world, tick=distributed.part(ages))
-    blank = distributed.part(tuple(first(slots * distributed.ranks())))
+    blank = distributed.part(tuple(first(params.worlds)))
     memory = Memory(AgentState(*blank), expert.reset(world))
     # The ticks of imitation, in which nothing is imagined, are too few to be worth compiling.
     steps = {
@@ -334,9 +340,9 @@ def train_policy(
         score, scores = extra["score"], extra["scores"]
 
     def deliberating(clock: int) -> Tensor:
-        """The slots whose own clock is at a multiple of the period after `clock` ticks."""
+        """The worlds whose own clock is at a multiple of the period after `clock` ticks."""
         period = params.meta_period
-        return torch.arange(slots // period) * period + (-clock) % period
+        return torch.arange(worlds // period) * period + (-clock) % period
 
     warm = params.imitation_iterations + params.critic_iterations
     buffers = {True: RolloutBuffer(params.rollout), False: RolloutBuffer(params.rollout)}
@@ -346,7 +352,8 @@ def train_policy(
         share = max(0.0, 1 - iteration / (LED * params.imitation_iterations)) if imitating else 0.0
         driven = distributed.part(torch.arange(params.worlds) < round(share * params.worlds))
         clocks = range(iteration * params.rollout, (iteration + 1) * params.rollout)
-        contexts = [(None if imitating else deliberating(clock), driven) for clock in clocks]
+        thinking = [deliberating(clock) for clock in clocks]
+        contexts = [(None, driven) if imitating else (now, None) for now in thinking]
         world, memory = collect(steps[imitating], world, memory, buffer, contexts)
         with region("loss"):
             add_advantages(buffer, learner, world, params)
@@ -361,11 +368,20 @@ def train_policy(
             done = iteration - warm
             left = 1 - done / params.ppo_iterations
             # A new optimizer's first steps are long whatever the gradient: it begins slowly.
-            eager = min(1.0, (done + 1) / WARM_UP)
-            update.set_learning_rate(params.learning_rate * eager * max(left, 0.05))
+            warmed = min(1.0, (done + 1) / WARM_UP)
+            update.set_learning_rate(params.learning_rate * warmed * max(left, 0.05))
             entropy_coef.fill_(params.entropy * max(left, 0.1))
-        parts = params.imitation_minibatches if imitating else params.minibatches
-        metrics = learn(update, buffer, params.epochs, parts, rng, params.max_kl)
+        epochs, parts = (
+            (params.imitation_epochs, params.imitation_minibatches)
+            if imitating
+            else (params.epochs, params.minibatches)
+        )
+        if update is ppo:
+            deciders = torch.stack([slots_of(now, shape.num_agents) for now in thinking])
+            experience = [buffer.part(VALUING), buffer.part(THINKING, deciders)]
+        else:
+            experience = [buffer]
+        metrics = learn(update, experience, epochs, parts, rng, params.max_kl)
         with region("data"):
             score, scores = episode_scores(buffer, score, scores)
         log.record(iteration, metrics | {"mean_return": scores[0]})

@@ -431,7 +431,7 @@ def _train(
         if not imitating:
             _add_advantages(world, prover, data, state, config)
         epochs = 1 if imitating else config.epochs
-        numbers = learn(update, buffer, epochs, config.minibatches, generator, config.max_kl)
+        numbers = learn(update, [buffer], epochs, config.minibatches, generator, config.max_kl)
         numbers["return"] = weighted_mean(data["reward"], data["done"].float())
         if (step + 1) * LOOKS // total > step * LOOKS // total:
             choice.consider(phase=float(not imitating), step=step + 1.0)

@@ -31,6 +31,7 @@ class Perception(nn.Module):
 
     cell_x: Tensor
     cell_y: Tensor
+    settled_odds: Tensor | None
 
     def __init__(self, shape: TownShape, hidden: int, latent: int) -> None:
         super().__init__()
@@ -49,6 +50,7 @@ class Perception(nn.Module):
         cells = torch.arange(shape.num_cells)
         self.register_buffer("cell_x", cells % shape.width, persistent=False)
         self.register_buffer("cell_y", cells // shape.width, persistent=False)
+        self.register_buffer("settled_odds", None, persistent=False)
 
     @property
     def belief_dim(self) -> int:
@@ -73,6 +75,15 @@ class Perception(nn.Module):
         index = row.clamp(0, 4) * 5 + column.clamp(0, 4)
         seen = view.flatten(1).long().gather(1, index).to(memory.dtype) + 1
         return torch.where(in_view, seen, memory)
+
+    def odds(self) -> Tensor:
+        """float32 [codes, F] the odds of a cell with this remembered code against the likeliest."""
+        table = self.location_table.weight * LOCATION_SCALE
+        return (table - table.amax(0)).clamp_min(-60).exp()
+
+    def settle(self) -> None:
+        """Work out, once, what follows from the weights alone: they will not change any more."""
+        self.settled_odds = self.odds().detach().double()
 
     def location_logits(self, memory: Tensor) -> Tensor:
         """[., cells, F] log-odds of each affordance being in each cell, given the map memory."""
@@ -171,8 +182,7 @@ class Perception(nn.Module):
         The softmax over cells of `location_logits` and its moments, without a softmax: the
         exponentials of the table are looked up and summed against 1, x, y, x^2, y^2.
         """
-        table = self.location_table.weight * LOCATION_SCALE
-        odds = (table - table.amax(0)).clamp_min(-60).exp()
+        odds = self.odds() if self.settled_odds is None else self.settled_odds
         weights = F.embedding(memory.long(), odds)
         # In double precision: a variance is the difference of nearly equal numbers, and what is
         # lost here would come back enlarged as a difference between PyTorch and ONNX Runtime.

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from pipeline.modules.contracts import METERS, Features, TownShape
 
 LOGIT_CAP = 15.0
-PLACE_WIDTH = 32
+PLACE_WIDTH = 16
 
 
 class Policy(nn.Module):

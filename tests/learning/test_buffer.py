@@ -66,3 +66,14 @@ def test_the_buffer_keeps_copies():
     buffer.add(record)
     record["x"].fill_(9.0)
     assert buffer.data["x"][0].eq(0).all()
+
+
+def test_a_part_has_some_entries_of_some_slots_of_each_tick():
+    buffer = filled(3, 4)
+    assert set(buffer.part(["id"]).data.keys()) == {"id"}
+    slots = torch.tensor([[0, 3], [1, 2], [2, 0]])
+    part = buffer.part(["x", "id"], slots)
+    assert part.data["id"].tolist() == [[0, 3], [5, 6], [10, 8]]
+    assert part.data["x"].shape == (3, 2, 2)
+    served = torch.cat([b["id"] for b in part.minibatches(2, torch.Generator().manual_seed(0))])
+    assert sorted(served.tolist()) == [0, 3, 5, 6, 8, 10]

@@ -222,7 +222,7 @@ def test_an_epoch_too_far_from_the_old_policy_is_the_last():
             return loss(batch)
 
         update = Update(counting, [weight], learning_rate=0.1)
-        learn(update, buffer, 5, 2, torch.Generator().manual_seed(0), max_kl)
+        learn(update, [buffer], 5, 2, torch.Generator().manual_seed(0), max_kl)
         assert set(counted) == {6}
         return len(counted)
 
@@ -230,3 +230,22 @@ def test_an_epoch_too_far_from_the_old_policy_is_the_last():
     assert steps_taken(10.0) == 10
     assert steps_taken(0.45) == 6
     assert steps_taken(0.25) == 4
+
+
+def test_an_update_is_given_a_minibatch_of_every_buffer():
+    many, few = RolloutBuffer(4), RolloutBuffer(2)
+    for t in range(4):
+        many.add({"x": torch.arange(3) + 3 * t})
+    for t in range(2):
+        few.add({"x": torch.arange(3) + 3 * t})
+    given = []
+
+    def update(of_many, of_few):
+        given.append((of_many["x"].tolist(), of_few["x"].tolist()))
+        return {"loss": torch.zeros(())}
+
+    learn(update, [many, few], 2, 3, torch.Generator().manual_seed(0))
+    assert [(len(a), len(b)) for a, b in given] == [(4, 2)] * 6
+    for epoch in (given[:3], given[3:]):
+        for side, rows in ((0, 12), (1, 6)):
+            assert sorted(x for pair in epoch for x in pair[side]) == list(range(rows))

@@ -13,6 +13,8 @@ from pipeline.learning.buffer import RolloutBuffer
 from pipeline.learning.train_policy import (
     ACTION_STREAM,
     GOAL_STREAM,
+    Learner,
+    Memory,
     episode_scores,
     first_state,
     goal_targets,
@@ -21,12 +23,13 @@ from pipeline.learning.train_policy import (
 )
 from pipeline.modules.agent import Mind
 from pipeline.modules.contracts import TownShape
+from pipeline.modules.critic import Critic
 from pipeline.modules.perception import Perception
 from pipeline.modules.policy import Policy
 from pipeline.modules.social import Social
 from pipeline.modules.world_model import WorldModel
 from pipeline.params import load_params
-from pipeline.town import Town, load_pack
+from pipeline.town import Scripted, Town, load_pack
 
 TINY = Path(__file__).parents[2] / "tiny.yaml"
 
@@ -120,14 +123,49 @@ class Agreement:
         self.values.append(float(metrics["goal_agreement"]))
 
 
+def new_mind(town, sizes):
+    """Untrained modules together, and their blank minds."""
+    shape = TownShape.of(town)
+    torch.manual_seed(0)
+    perception, world_model = Perception(shape, 16, 4), WorldModel(shape, 4, 24, 2)
+    policy = Policy(shape, perception.belief_dim, 24, goal_targets(town), sizes.meta_period, 0.2)
+    social = Social(shape, 8)
+    for module in (perception, world_model, social):
+        module.requires_grad_(False)
+    mind = Mind(perception, world_model, social, policy, sizes.candidates, sizes.horizon)
+    dims = perception.recurrent_dim, shape.num_others, social.recurrent_dim
+    return mind, lambda worlds: first_state(worlds, shape.num_agents, *dims)
+
+
+def test_the_expert_is_asked_where_agents_deliberate_and_says_what_it_would_anyway():
+    town, sizes = Town(load_pack("l4_contention"), num_layouts=8), load_params(TINY).policy
+    shape = TownShape.of(town)
+    mind, blank = new_mind(town, sizes)
+    expert = Scripted(town, ["expert"], 0)
+    learner = Learner(town, shape, mind, Critic(shape, 8), expert)
+    world = town.reset(3, 12)
+    memory = Memory(blank(12), expert.reset(world))
+    for _ in range(20):  # until it wants different things in different worlds
+        world = town.step_core(world, expert.act(world, memory.expert)[0])
+    seen, everyone = town.observe(world), expert.act(world, memory.expert)[1]
+    assert everyone.unique().numel() > 3
+    for clock in range(4):
+        thinking = torch.arange(clock, 12, 4)
+        record = learner.act(world, seen, memory, thinking, None)[2]
+        told = record["expert_goal"].unflatten(0, (12, -1))
+        assert torch.equal(told[thinking], everyone[thinking])
+        due = memory.agent.clock.unflatten(0, (12, -1))[thinking] % 4
+        assert bool((due == due[0, 0]).all())  # they deliberate at the same tick
+    silent = learner.act(world, seen, memory, None, torch.zeros(12, dtype=torch.bool))[2]
+    assert torch.equal(silent["expert_goal"].unflatten(0, (12, -1)), everyone)
+
+
 def test_the_expert_goes_on_teaching_while_ppo_runs(tmp_path):
     """PPO that is told the expert's goals comes to choose them; PPO alone does not."""
     town = Town(load_pack("l4_contention"), num_layouts=8)
     shape, params = TownShape.of(town), load_params(TINY)
     agreement = {}
     for teaching in (0.0, 3.0):
-        torch.manual_seed(0)
-        perception, world_model = Perception(shape, 16, 4), WorldModel(shape, 4, 24, 2)
         sizes = params.policy.model_copy(
             update={
                 "imitation_iterations": 0, "critic_iterations": 0, "ppo_iterations": 24,
@@ -135,16 +173,10 @@ def test_the_expert_goes_on_teaching_while_ppo_runs(tmp_path):
                 "max_kl": 100.0, "teaching": teaching,
             }
         )  # fmt: skip
-        policy = Policy(shape, perception.belief_dim, 24, goal_targets(town), 4, 0.2)
-        social = Social(shape, 8)
-        mind = Mind(perception, world_model, social, policy, sizes.candidates, sizes.horizon)
-        for module in (perception, world_model, social):
-            module.requires_grad_(False)
-        dims = perception.recurrent_dim, shape.num_others, social.recurrent_dim
+        mind, blank = new_mind(town, sizes)
         log = Agreement()
         train_policy(
-            town, shape, mind, lambda slots, dims=dims: first_state(slots, *dims), sizes,
-            params.compile, 0, tmp_path / f"{teaching}.pt", log,
-        )  # fmt: skip
+            town, shape, mind, blank, sizes, params.compile, 0, tmp_path / f"{teaching}.pt", log
+        )
         agreement[teaching] = sum(log.values[-5:]) / 5
     assert agreement[3.0] > agreement[0.0] + 0.1, agreement

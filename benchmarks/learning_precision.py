@@ -1,6 +1,7 @@
 """What bf16 costs: the policy trained in both precisions from the same seeds.
 
-    python -m benchmarks.learning_precision [--seeds 3] [--ppo-iterations 240]
+    python -m benchmarks.learning_precision [--seeds 3] [--ppo-iterations 120]
+                                            [--imitation-iterations 200]
 
 Needs the frozen modules (`dvc repro`). Everything but the precision is as the stage `policy` has
 it, so the figure is the return of the whole team in training, over the last tenth of PPO. Each
@@ -32,6 +33,7 @@ from pipeline.params import CompileParams, Params, load_params
 from stages.common import threads
 
 RESULTS = Path(__file__).parent / "results" / "learning_precision.json"
+PHASES = ("imitation_iterations", "ppo_iterations")
 PRECISIONS: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
 
 
@@ -67,7 +69,10 @@ def training(params: Params, precision: Literal["fp32", "bf16"]) -> float:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--ppo-iterations", type=int, help="default: as in params.yaml")
+    for phase in PHASES:
+        parser.add_argument(
+            f"--{phase.replace('_', '-')}", type=int, help="default: as in params.yaml"
+        )
     given = parser.parse_args(arguments)
     try:
         params = load_params("params.yaml")
@@ -75,8 +80,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"learning_precision: {error}", file=sys.stderr)
         return 2
     torch.set_num_threads(threads())
-    iterations = given.ppo_iterations or params.policy.ppo_iterations
-    policy = params.policy.model_copy(update={"ppo_iterations": iterations})
+    changed = {phase: value for phase in PHASES if (value := getattr(given, phase))}
+    policy = params.policy.model_copy(update=changed)
     settings = json.loads(policy.model_dump_json())
     kept: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if kept.get("policy") != settings:

@@ -376,11 +376,11 @@ def train_policy(
             if imitating
             else (params.epochs, params.minibatches)
         )
+        experience = [buffer]
         if update is ppo:
-            deciders = torch.stack([slots_of(now, shape.num_agents) for now in thinking])
-            experience = [buffer.part(VALUING), buffer.part(THINKING, deciders)]
-        else:
-            experience = [buffer]
+            with region("data"):
+                deciders = torch.stack([slots_of(now, shape.num_agents) for now in thinking])
+                experience = [buffer.part(VALUING), buffer.part(THINKING, deciders)]
         metrics = learn(update, experience, epochs, parts, rng, params.max_kl)
         with region("data"):
             score, scores = episode_scores(buffer, score, scores)

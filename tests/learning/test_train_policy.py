@@ -174,9 +174,12 @@ def test_the_expert_goes_on_teaching_while_ppo_runs(tmp_path):
             }
         )  # fmt: skip
         mind, blank = new_mind(town, sizes)
+        before = {name: p.clone() for name, p in mind.policy.named_parameters()}
         log = Agreement()
         train_policy(
             town, shape, mind, blank, sizes, params.compile, 0, tmp_path / f"{teaching}.pt", log
         )
         agreement[teaching] = sum(log.values[-5:]) / 5
+        for name, p in mind.policy.named_parameters():  # PPO leaves the controller as it was
+            assert torch.equal(p, before[name]) == name.startswith("controller."), name
     assert agreement[3.0] > agreement[0.0] + 0.1, agreement

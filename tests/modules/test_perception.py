@@ -108,3 +108,19 @@ def test_heads_decode_every_part_of_the_belief(shape, recorded):
     assert view.shape == following.shape == (12, 12, 25, shape.num_cell_codes)
     assert occupancy.shape == (12, 12, 25)
     assert meters.shape == (12, 12, shape.num_others, 8)
+
+
+def test_settled_it_perceives_to_the_bit_the_same(shape, recorded):
+    module = Perception(shape, hidden=16, latent=4)
+    torch.nn.init.normal_(module.location_table.weight, std=0.05)
+    state = torch.randn(12, module.recurrent_dim)
+    state[:, module.hidden :] = torch.randint(0, 3, (12, shape.num_cells)).float()
+    with torch.no_grad():
+        before = perceive(module, recorded[0], 0, state)
+        module.settle()
+        after = perceive(module, recorded[0], 0, state)
+    for name, ours, theirs in zip(before._fields, before, after, strict=True):
+        assert torch.equal(ours, theirs), name
+    module.location_table.weight.data.zero_()  # it no longer looks at the table
+    with torch.no_grad():
+        assert torch.equal(perceive(module, recorded[0], 0, state).mean, after.mean)

@@ -116,6 +116,15 @@ class PolicyParams(Section):
     teaching: float = Field(ge=0, description="weight of the expert's goals in the loss of PPO")
 
 
+class PopulationParams(Section):
+    """Self-play of module D; what is not said here is as in `policy`."""
+
+    rounds: int = Field(ge=0, description="members that learn, one after another")
+    iterations: int = Field(ge=1, description="of PPO, a round")
+    worlds: int = Field(ge=2, description="of every match by which members are compared")
+    focal_worlds: int = Field(ge=2, description="held-out worlds of the final measure")
+
+
 class AgentParams(Section):
     """The whole think() as one ONNX graph."""
 
@@ -179,6 +188,7 @@ with warnings.catch_warnings():
         world_model: WorldModelParams
         social: SocialParams
         policy: PolicyParams
+        population: PopulationParams
         agent: AgentParams
         evaluate: EvaluateParams
         register: RegisterParams

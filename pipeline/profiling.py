@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 REGIONS = (
-    "rollout", "environment", "expert", "perception", "social", "imagination", "policy", "loss",
-    "optimizer", "data",
+    "rollout", "environment", "expert", "company", "perception", "social", "imagination", "policy",
+    "loss", "optimizer", "data",
 )  # fmt: skip
 
 

@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from pipeline.export.frozen import load_frozen, tensor_schema
+from pipeline.export.frozen_policy import load_policy
 from pipeline.export.onnx import OPSET, export_mind
 from pipeline.export.triton import write_repository
 from pipeline.files import HamletError, write_card, write_json
-from pipeline.modules.agent import AgentState, FrozenPolicy, Mind, Thoughts
+from pipeline.modules.agent import AgentState, Mind, Thoughts
 from pipeline.modules.contracts import (
     SOCIAL_REASONS,
     UNCERTAINTY_REASONS,
@@ -61,26 +62,19 @@ def main() -> None:
             "perception": paths.PERCEPTION,
             "world_model": paths.WORLD_MODEL,
             "social": paths.SOCIAL,
-            **{f"policy_{part}": path for part, path in paths.POLICY.items()},
         }
         for kind, path in files.items():
             graphs[kind], cards[kind] = load_frozen(path, shape.pack_hash)
-        decided = cards["policy_prior"]
-        for kind in ("perception", "world_model", "social"):
+        policy, parts = load_policy(paths.WINNER, shape.pack_hash)
+        decided = parts["prior"]
+        for kind, path in files.items():
             if decided["upstream"][kind] != cards[kind]["sha256"]:
                 raise HamletError(
-                    f"the policy was trained on another {files[kind]}: its card names "
+                    f"the policy was trained on another {path}: its card names "
                     f"{decided['upstream'][kind]}, the file is {cards[kind]['sha256']}",
                     "run `dvc repro`",
                 )
-        policy = FrozenPolicy(
-            graphs["policy_prior"],
-            graphs["policy_ended"],
-            graphs["policy_weigh"],
-            graphs["policy_act"],
-            places=decided["places"],
-            meta_period=decided["meta_period"],
-        )
+        cards |= {card["kind"]: card for card in parts.values()}
         mind = Mind(
             graphs["perception"],
             graphs["world_model"],

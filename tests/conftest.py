@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 from copied_repo import Repo, tail, working_tree
 from filelock import FileLock
+from hypothesis import settings
+
+settings.register_profile("any machine", deadline=None)  # a slow moment is no failure
+settings.load_profile("any machine")
 
 WORKER = os.environ.get("PYTEST_XDIST_WORKER")
 if WORKER:  # side by side, processes that each take all cores wait for one another

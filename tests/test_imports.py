@@ -15,11 +15,11 @@ CLASSES = {
     "pipeline.modules.perception": {"perception", "freeze_perception"},
     "pipeline.modules.world_model": {"world_model"},
     "pipeline.modules.social": {"social"},
-    "pipeline.modules.policy": {"policy"},
+    "pipeline.modules.policy": {"policy", "population"},
 }
 STAGES = (
-    "collect", "perception", "freeze_perception", "world_model", "social", "policy", "agent",
-    "evaluate", "register",
+    "collect", "perception", "freeze_perception", "world_model", "social", "policy",
+    "population", "agent", "evaluate", "register",
 )  # fmt: skip
 
 

@@ -20,8 +20,8 @@ from pipeline.files import sha256_file
 pytestmark = pytest.mark.slow
 
 STAGES = [
-    "agent", "collect", "evaluate", "freeze_perception", "perception", "policy", "prove",
-    "prove_evaluate", "register", "social", "world_model",
+    "agent", "collect", "evaluate", "freeze_perception", "perception", "policy", "population",
+    "prove", "prove_evaluate", "register", "social", "world_model",
 ]  # fmt: skip
 
 
@@ -36,7 +36,7 @@ def outputs(repo, stage: str) -> list[Path]:
     """The files a training stage leaves."""
     names = {
         "perception": ["perception.pt"],
-        "policy": [f"policy_{part}.pt2" for part in ("prior", "ended", "weigh", "act")],
+        "policy": [f"policy/{part}.pt2" for part in ("prior", "ended", "weigh", "act")],
     }.get(stage, [f"{stage}.pt2"])
     curve = repo.artifacts / "plots" / f"{stage}.csv"
     return [curve, *(repo.artifacts / f for name in names for f in (name, f"{name}.json"))]
@@ -93,16 +93,38 @@ def test_a_param_reruns_its_stage_and_what_depends_on_it(copy):
     before = hashes(copy)
     touched = (copy.artifacts / "perception.pt2").stat().st_mtime_ns
     copy.set("social", "steps", 13)
-    assert copy.repro() == ["social", "policy", "agent", "evaluate", "register"]
+    assert copy.repro() == ["social", "policy", "population", "agent", "evaluate", "register"]
     after = hashes(copy)
     changed = {name for name in before if before[name] != after[name]}
-    assert {"social.pt2", "policy_act.pt2", "agent.onnx"} <= changed
+    assert {"social.pt2", "winner/act.pt2", "agent.onnx"} <= changed
     assert not changed & {"perception.pt", "perception.pt2", "world_model.pt2"}
 
     copy.set("policy", "ppo_iterations", 1)
-    assert copy.repro() == ["policy", "agent", "evaluate", "register"]
+    assert copy.repro() == ["policy", "population", "agent", "evaluate", "register"]
     assert hashes(copy)["social.pt2"] == after["social.pt2"]
     assert (copy.artifacts / "perception.pt2").stat().st_mtime_ns == touched
+
+
+def test_the_best_member_of_a_population_becomes_the_agent(copy):
+    before = hashes(copy)
+    assert before["winner/act.pt2"] == before["policy/act.pt2"]  # no rounds, no population
+    copy.set("population", "rounds", 1)
+    done = copy.stage("population")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((copy.artifacts / "metrics" / "population.json").read_text())
+    after, winner = hashes(copy), found["winner"]
+    assert after["population/member_0/act.pt2"] == before["policy/act.pt2"]
+    assert after["population/member_1/prior.pt2"] != before["policy/prior.pt2"]
+    for part in ("prior", "ended", "weigh", "act"):
+        name = f"{part}.pt2"
+        assert after[f"winner/{name}"] == after[f"population/member_{winner}/{name}"]
+    assert found["score"][winner] == max(found["score"])
+    assert [len(row) for row in found["payoff"]] == [2, 2]
+    assert [found["wins"][k][k] for k in (0, 1)] == [0.5, 0.5]
+    low, high = found["focal_gain_ci95"]
+    assert low <= found["focal_gain"] <= high
+    assert len(found["characters"]) == 8
+    assert max(dna["generation"] for dna in found["characters"]) == 1
 
 
 def test_world_model_trains_where_perceptions_class_is_absent(copy):

@@ -40,7 +40,7 @@ def torchrun(*arguments: str) -> list[str]:
 def made(repo, stage: str) -> list[Path]:
     names = {
         "perception": ["perception.pt"],
-        "policy": [f"policy_{part}.pt2" for part in ("prior", "ended", "weigh", "act")],
+        "policy": [f"policy/{part}.pt2" for part in ("prior", "ended", "weigh", "act")],
         "prove": ["prover/weights.pt", "prover.onnx"],
     }
     return [repo.artifacts / name for name in names.get(stage, [f"{stage}.pt2"])]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from tensordict import TensorDict
@@ -43,7 +43,7 @@ from pipeline.learning.returns import gae
 from pipeline.learning.rollout import Record, collect, fused_step, learn
 from pipeline.learning.update import Update
 from pipeline.modules.agent import AgentState, Mind
-from pipeline.modules.contracts import METERS, Features, TownShape, observation_from
+from pipeline.modules.contracts import METERS, Features, RawObservation, TownShape
 from pipeline.modules.critic import Critic, privileged_features
 from pipeline.params import CompileParams, PolicyParams
 from pipeline.profiling import region
@@ -54,6 +54,7 @@ REACHED = 0.95
 WARM_UP = 10
 LED = 0.6
 """The part of imitation in which the expert acts, in fewer and fewer worlds; then it only tells."""
+SENSED = RawObservation._fields
 FEATURES = tuple(f"f_{name}" for name in Features._fields)
 VALUING = ("active", "privileged", "value", "returns")
 """Of a tick's experience, what PPO's values are learned from."""
@@ -121,16 +122,54 @@ class Memory(NamedTuple):
     agent: AgentState
     expert: Any
     """The expert's memory while it is needed; None otherwise."""
+    company: Any = None
+    """That of the other agents, where somebody else plays them."""
+
+
+class Company(Protocol):
+    """Who plays the last agents of every world, so that the others learn among strangers."""
+
+    count: int
+    """How many agents of a world they are."""
+
+    def meet(self, rng: torch.Generator) -> None:
+        """Choose who comes next; called before every iteration."""
+        ...
+
+    def start(self, worlds: int) -> AgentState:
+        """The blank minds of those of them who have one."""
+        ...
+
+    def act(
+        self, world: TensorDict, seen: TensorDict, memory: AgentState
+    ) -> tuple[Tensor, AgentState]:
+        """Actions int64 [B, count], and the new memory."""
+        ...
+
+    def forget(self, memory: AgentState, over: Tensor) -> AgentState:
+        """The memory without the lives that ended in the worlds `over` bool [B]."""
+        ...
 
 
 class Learner:
-    """The learning agents, and in some worlds an expert that acts for them, as a `Player`."""
+    """The learning agents, and in some worlds an expert that acts for them, as a `Player`.
+
+    Args:
+        company: plays the last agents of every world; None where all agents learn.
+    """
 
     def __init__(
-        self, town: Town, shape: TownShape, mind: Mind, critic: Critic, expert: Scripted | None
+        self,
+        town: Town,
+        shape: TownShape,
+        mind: Mind,
+        critic: Critic,
+        expert: Scripted | None,
+        company: Company | None = None,
     ) -> None:
         self.town, self.shape, self.mind, self.critic = town, shape, mind, critic
-        self.expert = expert
+        self.expert, self.company = expert, company
+        self.agents = shape.num_agents - (company.count if company else 0)
 
     def act(
         self,
@@ -148,9 +187,9 @@ class Learner:
             driven: bool [B] worlds where the expert acts. Where it is None, the expert says which
                 goals it would choose only in the worlds that deliberate.
         """
-        n = self.shape.num_agents
+        n = self.agents
         action, agent, record = self.mind.explore(
-            observation_from(seen, 2),
+            observation_of(seen, 0, n),
             memory.agent,
             None if thinking is None else slots_of(thinking, n),
             gumbel(world, n, self.shape.num_goals, GOAL_STREAM),
@@ -166,21 +205,40 @@ class Learner:
         elif self.expert is not None and thinking is not None:
             with region("expert"):
                 told = self.expert.act(world[thinking], memory.expert[thinking])[1]
-            goals = torch.zeros_like(acted).index_copy(0, thinking, told)
+            goals = torch.zeros_like(acted).index_copy(0, thinking, told[:, :n])
             record["expert_goal"] = goals.flatten()
-        record["privileged"] = privileged_features(self.town, self.shape, world).flatten(0, 1)
+        record["privileged"] = self.privileged(world)
         record["value"] = self.critic(record["privileged"])
-        return acted, Memory(agent, remembered), record
+        company = memory.company
+        if self.company is not None:
+            with region("company"):
+                theirs, company = self.company.act(world, seen, company)
+            acted = torch.cat([acted, theirs], 1)
+        return acted, Memory(agent, remembered, company), record
+
+    def privileged(self, world: TensorDict) -> Tensor:
+        """float32 [S, P] what the critic sees of the learning agents."""
+        everyone = privileged_features(self.town, self.shape, world)
+        return everyone[:, : self.agents].flatten(0, 1)
 
     def outcome(
         self, before: TensorDict, after: TensorDict, memory: Memory
     ) -> tuple[Memory, Record]:
-        over = after["episode_over"].repeat_interleave(self.shape.num_agents)
-        return Memory(forget(memory.agent, over), memory.expert), {
-            "reward": after["reward"].flatten(),
-            "done": after["done"].flatten(),
-            "active": before["alive"].flatten(),
+        over, n = after["episode_over"], self.agents
+        company = memory.company
+        if self.company is not None:
+            company = self.company.forget(company, over)
+        agent = forget(memory.agent, over.repeat_interleave(n))
+        return Memory(agent, memory.expert, company), {
+            "reward": after["reward"][:, :n].flatten(),
+            "done": after["done"][:, :n].flatten(),
+            "active": before["alive"][:, :n].flatten(),
         }
+
+
+def observation_of(seen: TensorDict, first: int, last: int) -> RawObservation:
+    """What the agents first..last - 1 of every world sense, [B * (last - first), ...]."""
+    return RawObservation(*(seen[name][:, first:last].flatten(0, 1) for name in SENSED))
 
 
 def slots_of(worlds: Tensor, agents: int) -> Tensor:
@@ -198,9 +256,8 @@ def add_advantages(
     """
     data = buffer.data
     assert data is not None
-    privileged = privileged_features(learner.town, learner.shape, world).flatten(0, 1)
     values, done = data["value"], data["done"]
-    following = torch.cat([values[1:], learner.critic(privileged).unsqueeze(0)])
+    following = torch.cat([values[1:], learner.critic(learner.privileged(world)).unsqueeze(0)])
     reward = data["reward"] * (3 * (1 - params.gamma))
     estimate = gae(reward, values, following, done, done, params.gamma, params.lam)
     data["advantages"], data["returns"] = estimate.advantages, estimate.returns
@@ -214,17 +271,22 @@ def train_policy(
     town: Town,
     shape: TownShape,
     mind: Mind,
-    first: Callable[[int], AgentState],
+    first: Callable[[int, int], AgentState],
     params: PolicyParams,
     compiling: CompileParams,
     seed: int,
     checkpoint: Path,
     log: Log,
+    critic: Critic | None = None,
+    company: Company | None = None,
 ) -> Critic:
     """Train `mind.policy` in place; returns the critic that was trained beside it.
 
     Args:
-        first: blank minds of a number of worlds.
+        first: blank minds of a number of worlds and of agents in each.
+        critic: that of an earlier training, to go on with; else a new one.
+        company: plays the last agents of every world. There is no imitation beside it: an expert
+            that acts for the learning agents acts for all.
     """
     policy: Any = mind.policy
     worlds = distributed.share(params.worlds, "params.yaml: policy.worlds")
@@ -235,7 +297,7 @@ def train_policy(
             "change either, so that the same number of agents deliberates at every tick",
         )
     torch.manual_seed(seed)
-    critic = Critic(shape, params.hidden)
+    critic = critic or Critic(shape, params.hidden)
     rng = torch.Generator().manual_seed(seed)
     entropy_coef = torch.tensor(params.entropy)
 
@@ -309,19 +371,20 @@ def train_policy(
     )  # fmt: skip
 
     expert = Scripted(town, ["expert"], seed)
-    learner = Learner(town, shape, mind, critic, expert)
+    learner = Learner(town, shape, mind, critic, expert, company)
     world = town.reset(seed, worlds, distributed.rank() * worlds)
     # Lives begin at different ages, so that every batch holds all ages and all hours.
     ages = torch.randint(shape.lifespan, (params.worlds,), generator=rng)
     world = town.rearrange(world, tick=distributed.part(ages))
-    blank = distributed.part(tuple(first(params.worlds)))
-    memory = Memory(AgentState(*blank), expert.reset(world))
+    blank = distributed.part(tuple(first(params.worlds, learner.agents)))
+    met = company.start(worlds) if company else ()
+    memory = Memory(AgentState(*blank), expert.reset(world), met)
     # The ticks of imitation, in which nothing is imagined, are too few to be worth compiling.
     steps = {
         imitating: fused_step(town, learner, compiling.rollout and not imitating, precision)
         for imitating in (True, False)
     }
-    score, scores = torch.zeros_like(world["reward"]), torch.zeros(2)
+    score, scores = torch.zeros(worlds, learner.agents), torch.zeros(2)
 
     saved = Checkpoint(
         checkpoint,
@@ -338,7 +401,8 @@ def train_policy(
     if start:
         world = TensorDict(extra["world"], batch_size=world.batch_size)
         remembered = TensorDict(extra["expert"], batch_size=world.batch_size)
-        memory = Memory(AgentState(*extra["agent"]), remembered)
+        met = AgentState(*extra["company"]) if company else ()
+        memory = Memory(AgentState(*extra["agent"]), remembered, met)
         score, scores = extra["score"], extra["scores"]
 
     def deliberating(clock: int) -> Tensor:
@@ -356,6 +420,8 @@ def train_policy(
         clocks = range(iteration * params.rollout, (iteration + 1) * params.rollout)
         thinking = [deliberating(clock) for clock in clocks]
         contexts = [(None, driven) if imitating else (now, None) for now in thinking]
+        if company:
+            company.meet(rng)
         world, memory = collect(steps[imitating], world, memory, buffer, contexts)
         with region("loss"):
             add_advantages(buffer, learner, world, params)
@@ -381,7 +447,7 @@ def train_policy(
         experience = [buffer]
         if update is ppo:
             with region("data"):
-                deciders = torch.stack([slots_of(now, shape.num_agents) for now in thinking])
+                deciders = torch.stack([slots_of(now, learner.agents) for now in thinking])
                 experience = [buffer.part(VALUING), buffer.part(THINKING, deciders)]
         metrics = learn(update, experience, epochs, parts, rng, params.max_kl)
         with region("data"):
@@ -394,6 +460,7 @@ def train_policy(
                 "world": dict(world.items()),
                 "expert": dict(memory.expert.items()),
                 "agent": tuple(memory.agent),
+                "company": tuple(memory.company),
                 "score": score,
             },
         )

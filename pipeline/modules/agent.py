@@ -78,37 +78,6 @@ class Deciding(Protocol):
     def action_logits(self, f: Features, goal: Tensor) -> Tensor: ...
 
 
-class FrozenPolicy(nn.Module):
-    """Module D from its frozen graphs, one for each of its four questions."""
-
-    def __init__(
-        self,
-        prior: nn.Module,
-        ended: nn.Module,
-        weigh: nn.Module,
-        act: nn.Module,
-        places: int,
-        meta_period: int,
-    ) -> None:
-        super().__init__()
-        self.prior, self.ended, self.weigh, self.act = prior, ended, weigh, act
-        self.places, self.meta_period = places, meta_period
-
-    def prior_logits(self, f: Features) -> Tensor:
-        return self.prior(*f)[0]
-
-    def goal_ended(self, known_state: Tensor, goal: Tensor, age: Tensor) -> Tensor:
-        return self.ended(known_state, goal, age)[0]
-
-    def goal_logits(
-        self, prior: Tensor, candidates: Tensor, returns: Tensor, confidence: Tensor
-    ) -> Tensor:
-        return self.weigh(prior, candidates, returns, confidence)[0]
-
-    def action_logits(self, f: Features, goal: Tensor) -> Tensor:
-        return self.act(*f, goal)[0]
-
-
 class Mind(nn.Module):
     """The four modules together.
 

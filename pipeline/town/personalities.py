@@ -35,12 +35,16 @@ OTHER_DEFAULTS = {
 
 @dataclass(frozen=True)
 class AgentDNA:
-    """Inherited temper, each in [0, 1]; 0.5 is the expert's own."""
+    """Inherited temper, each in [0, 1]; 0.5 is the expert's own. And whose child this is."""
 
     neuroticism: float = 0.5
     greed: float = 0.5
     agreeableness: float = 0.5
     curiosity: float = 0.5
+    family_id: int = 0
+    parent_ids: tuple[int, ...] = ()
+    """Places of the parents in their own generation."""
+    generation: int = 0
 
 
 DNA: dict[str, AgentDNA] = {
@@ -86,8 +90,10 @@ def default_parameters(pack: Pack) -> dict[str, float]:
     return found | OTHER_DEFAULTS
 
 
-def parameters(pack: Pack, name: str) -> dict[str, float]:
-    """The parameters a named character plays by in this pack."""
+def parameters(pack: Pack, name: str | AgentDNA) -> dict[str, float]:
+    """The parameters a character plays by in this pack: a named one, or any by its DNA."""
+    if isinstance(name, AgentDNA):
+        return bend(parameters(pack, "expert"), name)
     base = default_parameters(pack)
     if "expert" in pack.experts:
         base |= pack.experts["expert"].parameters

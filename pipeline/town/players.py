@@ -34,24 +34,31 @@ class Scripted:
 
     Args:
         town: the town they live in.
-        names: characters (see `personalities.NAMES`); each (world, episode, agent) is given one of
-            them by a counter hash. None means all training personalities.
+        names: characters (see `personalities.NAMES`), or the DNA of any; each (world, episode,
+            agent) is given one of them by a counter hash. None means all training personalities.
         seed: of that assignment.
 
     Raises:
         ValueError: for a name that does not exist.
     """
 
-    def __init__(self, town: Town, names: Sequence[str] | None = None, seed: int = 0):
+    def __init__(
+        self,
+        town: Town,
+        names: Sequence[str | personalities.AgentDNA] | None = None,
+        seed: int = 0,
+    ) -> None:
         names = tuple(personalities.TRAIN if names is None else names)
-        unknown = [name for name in names if name not in personalities.NAMES]
+        # Someone of whom only the DNA is known has a character, and no expert's or baseline's name.
+        known = [name if isinstance(name, str) else personalities.TRAIN[0] for name in names]
+        unknown = [name for name in known if name not in personalities.NAMES]
         if unknown or not names:
             raise ValueError(
                 f"names: unknown character {unknown[:1] or '(none)'}; use some of "
                 f"{', '.join(personalities.NAMES)}"
             )
         rows = [personalities.parameters(town.pack, name) for name in names]
-        self.names: tuple[str, ...] = names
+        self.names = names
         self.seed: int | None = seed
         self._setup(
             town,
@@ -59,11 +66,11 @@ class Scripted:
                 [[row[key] for key in personalities.parameter_names(town.pack)] for row in rows],
                 dtype=torch.float32,
             ),
-            sightings=[name.startswith("expert_sightings") for name in names],
-            yesterday=[name == "expert_yesterday" for name in names],
+            sightings=[name.startswith("expert_sightings") for name in known],
+            yesterday=[name == "expert_yesterday" for name in known],
             kinds=[
                 personalities.BASELINES.index(n) + 1 if n in personalities.BASELINES else 0
-                for n in names
+                for n in known
             ],
         )
 

@@ -26,7 +26,7 @@ def experience(draw):
     }  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(experience(), st.floats(0.5, 0.999), st.floats(0, 1))
 def test_gae_is_the_sum_of_discounted_errors(e, gamma, lam):
     """Eq. 16: A_t = sum_k (gamma lam)^k delta_{t+k}, up to the end of the episode."""
@@ -54,7 +54,7 @@ def test_truncation_bootstraps_and_termination_does_not():
     assert over.returns.item() == 1.0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(experience(), st.floats(0.5, 0.999), st.floats(0.3, 2), st.floats(0.3, 2), st.data())
 def test_vtrace_is_the_sum_of_its_definition(e, gamma, rho_clip, c_clip, data):
     """Eq. 1: v_s = V(x_s) + sum_t gamma^(t-s) (prod c) rho_t delta_t, inside the episode."""
@@ -92,7 +92,7 @@ def test_vtrace_is_the_sum_of_its_definition(e, gamma, rho_clip, c_clip, data):
         assert math.isclose(float(got.advantages[t]), advantage, rel_tol=1e-3, abs_tol=2e-3)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(experience(), st.floats(0.5, 0.999))
 def test_on_policy_vtrace_is_gae_with_lambda_one(e, gamma):
     log_prob = torch.zeros(len(e["rewards"]))
@@ -102,7 +102,7 @@ def test_on_policy_vtrace_is_gae_with_lambda_one(e, gamma):
     )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(experience(), st.floats(0.5, 0.999), st.floats(-3, 3))
 def test_discounted_stops_at_the_end_of_an_episode(e, gamma, last):
     got = discounted(e["rewards"], e["ended"], gamma, torch.tensor(last))

@@ -16,20 +16,14 @@ from pipeline.learning.train_policy import (
     Learner,
     Memory,
     episode_scores,
-    first_state,
-    goal_targets,
     gumbel,
     train_policy,
 )
-from pipeline.modules.agent import Mind
 from pipeline.modules.contracts import TownShape
 from pipeline.modules.critic import Critic
-from pipeline.modules.perception import Perception
-from pipeline.modules.policy import Policy
-from pipeline.modules.social import Social
-from pipeline.modules.world_model import WorldModel
 from pipeline.params import load_params
 from pipeline.town import Scripted, Town, load_pack
+from tests.learning.minds import new_mind
 
 TINY = Path(__file__).parents[2] / "tiny.yaml"
 
@@ -121,20 +115,6 @@ class Agreement:
 
     def record(self, step, metrics):
         self.values.append(float(metrics["goal_agreement"]))
-
-
-def new_mind(town, sizes):
-    """Untrained modules together, and their blank minds."""
-    shape = TownShape.of(town)
-    torch.manual_seed(0)
-    perception, world_model = Perception(shape, 16, 4), WorldModel(shape, 4, 24, 2)
-    policy = Policy(shape, perception.belief_dim, 24, goal_targets(town), sizes.meta_period, 0.2)
-    social = Social(shape, 8)
-    for module in (perception, world_model, social):
-        module.requires_grad_(False)
-    mind = Mind(perception, world_model, social, policy, sizes.candidates, sizes.horizon)
-    dims = perception.recurrent_dim, shape.num_others, social.recurrent_dim
-    return mind, lambda worlds: first_state(worlds, shape.num_agents, *dims)
 
 
 def test_the_expert_is_asked_where_agents_deliberate_and_says_what_it_would_anyway():

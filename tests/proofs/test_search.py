@@ -28,7 +28,7 @@ def queries(graph) -> torch.Tensor:
     return torch.stack([ids_of(graph, a) for a in ATOMS])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(knowledge_bases())
 def test_search_with_memory_finds_exactly_what_follows(knowledge):
     graph, facts, rules = knowledge
@@ -37,7 +37,7 @@ def test_search_with_memory_finds_exactly_what_follows(knowledge):
     assert [proof is not None for proof in found] == derivable(facts, rules)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(knowledge_bases(), st.sampled_from([0, 1, 4]), st.booleans())
 def test_the_prover_proves_exactly_what_follows(knowledge, skips, learnt):
     """Through the world with `Endf`, history and unary skips, untrained or with any weights."""

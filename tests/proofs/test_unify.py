@@ -43,7 +43,7 @@ def knowledge_bases(draw):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(knowledge_bases(), st.data())
 def test_provable_queries_equal_a_forward_chaining_oracle(mode, knowledge, data):
     graph, facts, rules = knowledge
@@ -60,7 +60,7 @@ def test_provable_queries_equal_a_forward_chaining_oracle(mode, knowledge, data)
         assert query not in consequences(others, rules, ENTITIES, 2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(knowledge_bases())
 def test_closure_equals_the_oracle_round_by_round(knowledge):
     graph, facts, rules = knowledge

@@ -69,7 +69,7 @@ def choose(town: Town, state, rng: random.Random, scripted: torch.Tensor) -> tor
 
 
 @pytest.mark.parametrize("name", PACKS)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(seed=st.integers(0, 2**40), crowd=st.booleans())
 def test_every_tick_agrees_with_the_oracle(name, seed, crowd):
     town, rng = TOWNS[name], random.Random(seed)

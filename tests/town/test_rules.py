@@ -70,7 +70,7 @@ def play(town, state, players, ticks):
     return state
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(seed=st.integers(0, 2**40), ticks=st.integers(1, 40))
 def test_observations_hide_what_is_private(seed, ticks):
     """What an agent cannot see may change at will without changing its observation."""
@@ -93,7 +93,7 @@ def test_observations_hide_what_is_private(seed, ticks):
             assert torch.equal(seen[name][:, agent], again[name][:, agent]), name
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(seed=st.integers(0, 2**40))
 def test_meters_stay_in_bounds_and_replays_are_equal(seed):
     players = Scripted(TOWN, seed=1)
@@ -103,7 +103,7 @@ def test_meters_stay_in_bounds_and_replays_are_equal(seed):
     assert (first == again).all()
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**40), place=st.integers(0, 13))
 def test_nothing_is_owned_after_leaving(seed, place):
     """Whoever is alone at an open, affordable place gets it, whoever had it a tick before."""

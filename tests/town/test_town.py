@@ -41,7 +41,7 @@ SHORT = {name: short_lives(name) for name in ("l4_contention", "zoo")}
 
 
 @pytest.mark.parametrize("name", SHORT)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=SEEDS, ticks=st.integers(0, 40), reset=st.booleans())
 def test_a_step_leaves_its_input_alone(name, seed, ticks, reset):
     town = SHORT[name]
@@ -58,7 +58,7 @@ def test_a_step_leaves_its_input_alone(name, seed, ticks, reset):
 
 
 @pytest.mark.parametrize("name", SHORT)
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(seed=SEEDS, worlds=st.integers(2, 12), data=st.data())
 def test_a_world_is_the_same_bits_in_any_batch(name, seed, worlds, data):
     """Neither its neighbours nor their number matter: alone it lives as it does in a batch."""

@@ -1,0 +1,210 @@
+"""population: the agent goes on learning among strangers; the best of its selves is kept.
+
+Round by round a new member starts from the last one and learns by PPO in worlds that it shares with
+scripted characters and with frozen past selves. The characters evolve, a generation a round, by how
+they fare beside the newest member. In the end all members meet in pairs, and among the characters
+of training; who does best there on the average is the winner, of whom the agent is made: the first
+member, the policy as it came, if nobody is better. Last, it is measured where nothing was chosen:
+one of its kind among held-out characters, on held-out maps.
+
+Without rounds the policy is the winner, and nothing is played.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.export.frozen_policy import load_policy
+from pipeline.files import check_card, write_json
+from pipeline.learning.population import (
+    Characters,
+    Selves,
+    Standing,
+    Strangers,
+    chances,
+    play,
+    standing,
+)
+from pipeline.learning.train_policy import train_policy
+from pipeline.modules.agent import Mind
+from pipeline.modules.contracts import TownShape
+from pipeline.modules.critic import Critic
+from pipeline.town import Scripted, Town
+from pipeline.town.evolution import founders, next_generation
+from pipeline.town.personalities import HELD_OUT, AgentDNA
+from stages import paths
+from stages.collect import make_town
+from stages.common import Stage, progress, stage
+from stages.log import StageLog
+from stages.policy import keep_policy, make_mind
+
+# Added to the seed: worlds that no other stage plays.
+MATCH_SEED, FOCAL_SEED, NURSERY_SEED = 11, 12, 13
+
+
+class Society:
+    """The members so far, and what is needed to seat them in worlds.
+
+    Args:
+        s: the running stage.
+        folder: where the members are kept, each in a folder of its own.
+    """
+
+    def __init__(self, s: Stage, folder: Path) -> None:
+        self.stage, self.params, self.folder = s, s.params, folder
+        self.town, self.unknown = make_town(s.params), make_town(s.params, held_out=True)
+        self.shape = TownShape.of(self.town)
+        self.mind, self.blank, self.cards = make_mind(s.params, self.town)
+        self.half = self.shape.num_agents // 2
+        self.members: list[Any] = []
+
+    def join(self, number: int) -> None:
+        self.members.append(load_policy(self.home(number), self.shape.pack_hash)[0])
+
+    def home(self, number: int) -> Path:
+        return self.folder / f"member_{number}"
+
+    def seat(self, policy: Any, first: int, last: int, imagines: bool = True) -> Selves:
+        m, sizes = self.mind, self.params.policy
+        mind = Mind(
+            m.perceive, m.imagine_tick, m.read_others, policy, sizes.candidates, sizes.horizon
+        )
+        return Selves(mind, self.shape, self.blank, first, last, imagines)
+
+    def characters(
+        self, town: Town, first: int, who: Sequence[str | AgentDNA] | None = None
+    ) -> Characters:
+        return Characters(Scripted(town, who, self.params.seed), first, town.num_agents)
+
+    def match(self, one: int, other: int) -> Tensor:
+        """float64 [worlds, 2] mean return of either member's half of the agents."""
+        mine = self.seat(self.members[one], 0, self.half)
+        theirs = self.seat(self.members[other], self.half, self.shape.num_agents)
+        worlds, seed = self.params.population.worlds, self.params.seed + MATCH_SEED
+        returns = play(self.town, mine, theirs, worlds, seed)
+        return torch.stack([returns[:, : self.half].mean(1), returns[:, self.half :].mean(1)], -1)
+
+    def among_characters(self, member: int) -> float:
+        """Mean return of a member's half beside the characters of training."""
+        mine = self.seat(self.members[member], 0, self.half)
+        theirs = self.characters(self.town, self.half)
+        worlds, seed = self.params.population.worlds, self.params.seed + MATCH_SEED
+        return play(self.town, mine, theirs, worlds, seed)[:, : self.half].mean().item()
+
+    def focal(self, member: int) -> Tensor:
+        """float64 [worlds] return of one of its kind among held-out characters."""
+        mine = self.seat(self.members[member], 0, 1)
+        theirs = self.characters(self.unknown, 1, HELD_OUT)
+        worlds, seed = self.params.population.focal_worlds, self.params.seed + FOCAL_SEED
+        return play(self.unknown, mine, theirs, worlds, seed)[:, 0]
+
+    def grow(self, people: list[AgentDNA], number: int) -> list[AgentDNA]:
+        """The next generation of characters, by how they fare beside the newest member."""
+        mine = self.seat(self.members[-1], 0, self.half)
+        theirs = self.characters(self.town, self.half, people)
+        worlds, seed = self.params.population.worlds, self.params.seed + NURSERY_SEED + number
+        returns = play(self.town, mine, theirs, worlds, seed)[:, self.half :]
+        who = theirs.scripted.reset(self.town.reset(seed, worlds))["character"][:, self.half :]
+        lives = torch.bincount(who.flatten(), minlength=len(people))
+        total = torch.bincount(who.flatten(), returns.flatten(), len(people))
+        rng = torch.Generator().manual_seed(seed)
+        return next_generation(people, total / lives.clamp_min(1), rng)
+
+    def train(self, number: int, people: Sequence[AgentDNA], won: Tensor) -> None:
+        """Train the next member from the last one and keep it in its folder.
+
+        Args:
+            won: float [members] share of worlds in which the last one beats each member.
+        """
+        s, sizes = self.stage, self.params.policy
+        policy: Any = self.mind.policy
+        critic = Critic(self.shape, sizes.hidden)
+        weights = torch.load(self.home(number - 1) / "weights.pt", weights_only=True)
+        policy.load_state_dict(weights["policy"])
+        critic.load_state_dict(weights["critic"])
+        visitor, _ = load_policy(self.home(0), self.shape.pack_hash)
+        company = Strangers(
+            self.characters(self.town, self.half, people),
+            self.seat(visitor, self.half, self.shape.num_agents, imagines=False),
+            self.members,
+            chances(won),
+        )
+        only_ppo = {
+            "imitation_iterations": 0,
+            "ppo_iterations": self.params.population.iterations,
+        }
+        folder = self.folder / f"round_{number}"
+        folder.mkdir(exist_ok=True)
+        log = StageLog(s, folder, every=1)
+        train_policy(
+            self.town, self.shape, self.mind, self.blank, sizes.model_copy(update=only_ppo),
+            self.params.compile, self.params.seed + number, folder / "checkpoint.pt", log, critic,
+            company,
+        )  # fmt: skip
+        keep_policy(policy, critic, self.shape, self.params, self.cards, self.home(number))
+
+
+def compare(society: Society, met: dict[tuple[int, int], Tensor]) -> Standing:
+    """The standing of all members; plays the matches that are not among those `met`."""
+    k = len(society.members)
+    missing = [(i, j) for i in range(k) for j in range(i, k) if (i, j) not in met]
+    for i, j in progress(missing, "population: matches"):
+        met[i, j] = society.match(i, j)
+        met[j, i] = met[i, j].flip(-1)
+    return standing(torch.stack([torch.stack([met[i, j] for j in range(k)]) for i in range(k)]))
+
+
+def main() -> None:
+    with stage("population") as s:
+        rounds = s.params.population.rounds
+        folder = s.checkpoint_dir(
+            "pipeline", extra=check_card(paths.POLICY / "weights.pt")["sha256"]
+        )
+        society = Society(s, folder)
+        people, met = founders(), dict[tuple[int, int], Tensor]()
+        shutil.copytree(paths.POLICY, society.home(0), dirs_exist_ok=True)
+        society.join(0)
+        for number in range(1, rounds + 1):
+            if not (society.home(number) / "weights.pt.json").exists():
+                won = compare(society, met).wins[number - 1]
+                society.train(number, people, won)
+            society.join(number)
+            people = society.grow(people, number)
+        numbers: dict[str, Any] = {"winner": 0}
+        if rounds:
+            found = compare(society, met)
+            everyone: progress[int] = progress(rounds + 1, "population: among characters")
+            among = [society.among_characters(k) for k in everyone]
+            score = (found.payoff.mean(1) + torch.tensor(among, dtype=torch.float64)) / 2
+            winner = int(score.argmax())
+            before, after = society.focal(0), society.focal(winner)
+            gain = after - before
+            mean, margin = gain.mean().item(), 1.96 * gain.std().item() / len(gain) ** 0.5
+            numbers = {
+                "winner": winner,
+                "score": score.tolist(),
+                "among_characters": among,
+                **{name: value.tolist() for name, value in found._asdict().items()},
+                "focal_score_of_policy": before.mean().item(),
+                "focal_score": after.mean().item(),
+                "focal_gain": mean,
+                "focal_gain_ci95": [mean - margin, mean + margin],
+                "characters": [asdict(dna) for dna in people],
+            }
+        write_json(paths.metrics("population"), numbers)
+        s.run.metrics({k: v for k, v in numbers.items() if isinstance(v, int | float)})
+        shutil.copytree(society.home(numbers["winner"]), paths.WINNER, dirs_exist_ok=True)
+        for number in range(rounds + 1):
+            home = paths.POPULATION / society.home(number).name
+            shutil.copytree(society.home(number), home, dirs_exist_ok=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Untrained modules, for tests of what is done with them."""
+
+import torch
+
+from pipeline.learning.train_policy import first_state, goal_targets
+from pipeline.modules.agent import Mind
+from pipeline.modules.contracts import TownShape
+from pipeline.modules.perception import Perception
+from pipeline.modules.policy import Policy
+from pipeline.modules.social import Social
+from pipeline.modules.world_model import WorldModel
+
+
+def new_mind(town, sizes):
+    """Untrained modules together, and their blank minds."""
+    shape = TownShape.of(town)
+    torch.manual_seed(0)
+    perception, world_model = Perception(shape, 16, 4), WorldModel(shape, 4, 24, 2)
+    policy = Policy(shape, perception.belief_dim, 24, goal_targets(town), sizes.meta_period, 0.2)
+    social = Social(shape, 8)
+    for module in (perception, world_model, social):
+        module.requires_grad_(False)
+    mind = Mind(perception, world_model, social, policy, sizes.candidates, sizes.horizon)
+    dims = perception.recurrent_dim, shape.num_others, social.recurrent_dim
+    return mind, lambda worlds, agents=shape.num_agents: first_state(worlds, agents, *dims)

@@ -1,0 +1,254 @@
+"""Learning among strangers: who plays whom, who is met, what the matches say, who has children."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.learning.checkpoint import Checkpoint
+from pipeline.learning.population import (
+    Characters,
+    Match,
+    Selves,
+    Strangers,
+    chances,
+    elo,
+    play,
+    standing,
+)
+from pipeline.learning.rollout import fused_step
+from pipeline.learning.train_policy import Learner, Memory, train_policy
+from pipeline.modules.agent import Mind
+from pipeline.modules.contracts import TownShape
+from pipeline.modules.critic import Critic
+from pipeline.modules.policy import Policy
+from pipeline.params import load_params
+from pipeline.town import Scripted, Town, load_pack
+from pipeline.town.evolution import GENES, founders, next_generation
+from pipeline.town.personalities import AgentDNA
+from tests.learning.minds import new_mind
+
+PARAMS = load_params(Path(__file__).parents[2] / "tiny.yaml")
+SIZES = PARAMS.policy.model_copy(
+    update={
+        "imitation_iterations": 0, "critic_iterations": 1, "ppo_iterations": 4, "worlds": 8,
+        "rollout": 4, "minibatches": 2,
+    }
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def town():
+    pack = load_pack("l4_contention").model_copy(update={"lifespan": 12})
+    return Town(pack, num_layouts=8)
+
+
+def another(policy: Policy, seed: int) -> Policy:
+    """A module D of the same sizes with other weights."""
+    shape, base = policy.shape, policy.goal_prior.context[0].in_features
+    belief = base - policy.places - shape.self_dim - shape.num_goals
+    torch.manual_seed(seed)
+    width = policy.goal_prior.context[0].out_features
+    return Policy(
+        shape, belief, width, policy.goal_targets, policy.meta_period, policy.emergency
+    ).requires_grad_(False)
+
+
+def seat(mind: Mind, town: Town, blank, policy: Policy, first: int, last: int) -> Selves:
+    its = Mind(mind.perceive, mind.imagine_tick, mind.read_others, policy, 2, 2)
+    return Selves(its, TownShape.of(town), blank, first, last, imagines=True)
+
+
+def strangers(town, mind, blank, chance):
+    visitor = another(mind.policy, 1)
+    past = [another(mind.policy, seed) for seed in (2, 3)]
+    return Strangers(
+        Characters(Scripted(town, None, 0), 2, 4),
+        seat(mind, town, blank, visitor, 2, 4),
+        past,
+        torch.tensor(chance),
+    )
+
+
+def test_the_first_half_learns_and_strangers_play_the_rest(town):
+    shape = TownShape.of(town)
+    mind, blank = new_mind(town, SIZES)
+    company = strangers(town, mind, blank, [1.0, 0.0])
+    company.meet(torch.Generator().manual_seed(0))
+    learner = Learner(town, shape, mind, Critic(shape, 8), None, company)
+    world = town.reset(3, 8)
+    seen, thinking = town.observe(world), torch.arange(2) * 4
+    memory = Memory(blank(8, 2), None, company.start(8))
+    acted, after, record = learner.act(world, seen, memory, thinking, None)
+    assert acted.shape == (8, 4)
+    assert record["action"].shape == record["value"].shape == (16,)
+    assert torch.equal(acted[:, :2].flatten(), record["action"])
+    scripted = Scripted(town, None, 0)
+    assert torch.equal(acted[:4, 2:], scripted.act(world, scripted.reset(world))[0][:4, 2:])
+    # In the other worlds the past self, which nothing of the learner's has changed.
+    alone = seat(mind, town, blank, company.past[0], 2, 4)
+    alone.imagines = False
+    theirs, _ = alone.act(world[4:], seen[4:], alone.start(4))
+    assert torch.equal(acted[4:, 2:], theirs)
+    _, answer = learner.outcome(world, town.step_and_reset_core(world, acted), after)
+    assert answer["reward"].shape == answer["active"].shape == (16,)
+
+
+def test_a_stranger_forgets_at_the_end_of_its_life(town):
+    mind, blank = new_mind(town, SIZES)
+    company = strangers(town, mind, blank, [1.0, 0.0])
+    lived = company.start(8)._replace(belief=torch.ones_like(company.start(8).belief))
+    over = torch.tensor([True, False] * 4)
+    left = company.forget(lived, over).belief.unflatten(0, (4, 2))  # of the last four worlds
+    assert bool((left[0] == 0).all())
+    assert bool((left[1] == 1).all())
+
+
+def test_who_is_beaten_less_comes_more_often(town):
+    mind, blank = new_mind(town, SIZES)
+    odds = chances(torch.tensor([0.9, 0.5, 0.5]))
+    assert odds.sum() == pytest.approx(1)
+    assert (odds / odds[0]).tolist() == pytest.approx([1, 25, 25])
+    assert bool((chances(torch.ones(3)) == 1 / 3).all())  # who beats all still meets all
+    company = strangers(town, mind, blank, [0.2, 0.8])
+    rng, met = torch.Generator().manual_seed(0), 0
+    for _ in range(200):
+        company.meet(rng)
+        weight = company.selves.mind.policy.controller[0].weight
+        is_second = torch.equal(weight, company.past[1].controller[0].weight)
+        assert is_second or torch.equal(weight, company.past[0].controller[0].weight)
+        met += is_second
+    assert 140 < met < 180
+
+
+def test_matches_seat_who_they_say_and_leave_the_town_as_it_was():
+    """Two experts beside two who always rest: as if each half had been played by its own script."""
+    pack = load_pack("l4_contention").model_copy(update={"lifespan": 200})
+    town = Town(pack, num_layouts=8)
+    rest, expert = Scripted(town, ["rest"]), Scripted(town, ["expert"])
+    returns = play(town, Characters(expert, 0, 2), Characters(rest, 2, 4), 6, 5)
+    again = play(town, Characters(rest, 0, 2), Characters(expert, 2, 4), 6, 5)
+    assert returns.shape == (6, 4)
+    assert returns[:, :2].mean() > returns[:, 2:].mean()
+    assert again[:, 2:].mean() > again[:, :2].mean()
+    assert "next_case" not in town.reset(0, 2).keys()  # noqa: SIM118
+
+
+def test_equal_members_fare_equally_and_their_noise_differs(town):
+    mind, blank = new_mind(town, SIZES)
+    seats = seat(mind, town, blank, mind.policy, 0, 2), seat(mind, town, blank, mind.policy, 2, 4)
+    step = fused_step(town, Match(*seats))
+    world = town.reset(0, 64)
+    state, _, _ = step(world, tuple(s.start(64) for s in seats))
+    acts = state["last_action"]
+    assert not torch.equal(acts[:, :2], acts[:, 2:])
+    returns = play(town, *seats, 64, 0)
+    gap = returns[:, :2].mean(1) - returns[:, 2:].mean(1)
+    assert gap.mean().abs() < 4 * gap.std() / 64**0.5
+
+
+def test_what_a_table_of_matches_says():
+    """The first of three loses to both, the others are equal; all do better among weak ones."""
+    table = torch.zeros(3, 3, 10, 2, dtype=torch.float64)
+    strength = [1.0, 3.0, 3.0]
+    for i in range(3):
+        for j in range(3):
+            table[i, j] = torch.tensor([strength[i] + 1 / (1 + strength[j]),
+                                        strength[j] + 1 / (1 + strength[i])])  # fmt: skip
+    found = standing(table)
+    assert found.payoff[1].tolist() == pytest.approx([3.5, 3.25, 3.25])
+    assert found.wins.tolist() == [[0.5, 0.0, 0.0], [1.0, 0.5, 0.5], [1.0, 0.5, 0.5]]
+    assert found.exploitability.tolist() == pytest.approx([3.5 - 1.5, 0.0, 0.0])
+    assert found.elo[0] == 0
+    assert found.elo[1] == found.elo[2] > 400
+
+
+def test_ratings_are_those_whose_odds_fit():
+    """Odds made from ratings give the ratings back, but for the half win added to both sides."""
+    true = torch.tensor([0.0, 120.0, -200.0], dtype=torch.float64)
+    wins = 1 / (1 + 10 ** ((true.unsqueeze(0) - true.unsqueeze(1)) / 400))
+    assert elo(wins).tolist() == pytest.approx(true.tolist(), abs=6.0)
+
+
+def test_a_member_that_is_interrupted_ends_the_same(town, tmp_path, monkeypatch):
+    """Its strangers' minds and who came are part of what is kept."""
+
+    class Stopped(Exception):
+        pass
+
+    class Log:
+        def __init__(self, stop=None):
+            self.stop = stop
+
+        def steps(self, total, start):
+            for step in range(start, total):
+                if step == self.stop:
+                    raise Stopped
+                yield step
+
+        def record(self, step, metrics):
+            assert torch.isfinite(metrics["loss"])
+
+    def train(file, stop=None):
+        mind, blank = new_mind(town, SIZES)
+        torch.manual_seed(4)
+        critic = Critic(TownShape.of(town), 8)
+        company = strangers(town, mind, blank, [0.5, 0.5])
+        train_policy(
+            town, TownShape.of(town), mind, blank, SIZES, PARAMS.compile, 0, tmp_path / file,
+            Log(stop), critic, company,
+        )  # fmt: skip
+        return mind.policy.state_dict() | critic.state_dict()
+
+    torch.set_num_threads(1)
+    whole = train("whole.pt")
+    always = partial(Checkpoint, interval=0.0)
+    monkeypatch.setattr("pipeline.learning.train_policy.Checkpoint", always)
+    with pytest.raises(Stopped):
+        train("cut.pt", 3)
+    assert torch.load(tmp_path / "cut.pt", weights_only=True)["step"] == 3
+    resumed = train("cut.pt")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_children_resemble_their_parents_and_the_fit_live_on():
+    people = founders()
+    fitness = torch.arange(8.0)
+    rng = torch.Generator().manual_seed(0)
+    after = next_generation(people, fitness, rng)
+    assert after[:4] == people[:3:-1]
+    for child in after[4:]:
+        assert child.generation == 1
+        assert all(parent >= 4 for parent in child.parent_ids)
+        mother, father = (people[k] for k in child.parent_ids)
+        assert child.family_id == mother.family_id
+        for gene in GENES:
+            value = getattr(child, gene)
+            assert 0 <= value <= 1
+            assert min(abs(value - getattr(p, gene)) for p in (mother, father)) < 0.5
+    assert next_generation(people, fitness, torch.Generator().manual_seed(0)) == after
+
+
+def test_selection_moves_the_genes_towards_what_is_fit():
+    people, rng = founders(), torch.Generator().manual_seed(0)
+    for _ in range(30):
+        people = next_generation(people, torch.tensor([p.greed for p in people]), rng)
+    assert min(p.greed for p in people) > 0.9
+    assert max(p.generation for p in people) > 1
+
+
+def test_anybody_can_be_played_by_dna(town):
+    world = town.reset(0, 6)
+    named = Scripted(town, ["hustler"])
+    known = Scripted(town, [AgentDNA(0.8, 0.9, 0.0, 0.4)])
+    other = Scripted(town, [AgentDNA(0.0, 0.1, 1.0, 1.0)])
+    differs = False
+    for _ in range(12):
+        actions = [p.act(world, p.reset(world))[0] for p in (named, known, other)]
+        assert torch.equal(actions[0], actions[1])
+        differs |= not torch.equal(actions[0], actions[2])
+        world = town.step_core(world, actions[0])
+    assert differs

@@ -48,6 +48,13 @@ class CollectParams(Section):
     ticks: int = Field(ge=2, description="ticks recorded per world")
 
 
+ModulePrecision = Literal["fp32", "bf16", "fp8", "fp8-emulated"]
+PRECISION = Field(
+    description="of forward pass and loss; fp8: bf16 where nothing multiplies float8, and "
+    "fp8-emulated rounds as it would, slowly"
+)
+
+
 class PerceptionParams(Section):
     """Module A."""
 
@@ -58,6 +65,7 @@ class PerceptionParams(Section):
     chunk: int = Field(ge=2, description="ticks per gradient step; must divide collect.ticks")
     learning_rate: float = Field(gt=0, lt=1)
     kl_weight: float = Field(ge=0, description="pull of the latent towards a standard normal")
+    precision: ModulePrecision = PRECISION
 
 
 class FreezePerceptionParams(Section):
@@ -75,6 +83,7 @@ class WorldModelParams(Section):
     steps: int = Field(ge=1, description="gradient steps")
     batch: int = Field(ge=2, description="windows per member and gradient step")
     learning_rate: float = Field(gt=0, lt=1)
+    precision: ModulePrecision = PRECISION
 
 
 class SocialParams(Section):

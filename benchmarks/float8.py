@@ -69,10 +69,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"float8: {error}", file=sys.stderr)
         return 2
     torch.set_num_threads(threads())
-    sizes = {
-        "perception": params.perception.model_copy(update={"steps": given.perception_steps}),
-        "world_model": params.world_model.model_copy(update={"steps": given.world_model_steps}),
-    }
+    of_a = params.perception.model_copy(update={"steps": given.perception_steps})
+    of_b = params.world_model.model_copy(update={"steps": given.world_model_steps})
+    sizes = {"perception": of_a, "world_model": of_b}
     settings = {
         name: {k: v for k, v in json.loads(section.model_dump_json()).items() if k != "precision"}
         for name, section in sizes.items()
@@ -82,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
         kept = {"params": settings, "curves": {n: {p: {} for p in PRECISIONS} for n in sizes}}
 
     def perception(changed: dict[str, Any], seed: int, log: Losses, file: Path) -> None:
-        section = sizes["perception"].model_copy(update=changed)
+        section = of_a.model_copy(update=changed)
         data, worlds = recorded.data, recorded.training
         train_perception(data, worlds, recorded.shape, section, seed, file, log)
 
@@ -92,7 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not lived:
             beliefs = load_beliefs(recorded, perceive, card)
             lived.append(experience(recorded.data, beliefs, IMAGINED_DISCOUNT))
-        section = sizes["world_model"].model_copy(update=changed)
+        section = of_b.model_copy(update=changed)
         shape, worlds = recorded.shape, recorded.training
         train_world_model(lived[0], worlds, shape, card["latent"], section, seed, file, log)
 

@@ -198,3 +198,16 @@ def test_serving_and_the_command_load_where_torch_is_absent():
 def test_register_loads_where_torch_is_absent():
     done = without({"torch", "tensordict"}, "import stages.register")
     assert done.returncode == 0, done.stderr
+
+
+def test_ray_and_torchao_are_imported_by_nobody_but_their_own_module():
+    files = [*modules_of("pipeline"), *modules_of("stages")]
+    owners = {"ray": "pipeline.learning.engines", "torchao": "pipeline.learning.float8"}
+    for package, owner in owners.items():
+        users = {name for name in files if any(x.split(".")[0] == package for x in imports(name))}
+        assert users == {owner}
+    code = "import sys, stages.tune, stages.perception; print({'ray', 'torchao'} & {*sys.modules})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "set()\n", done.stderr

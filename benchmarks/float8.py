@@ -1,6 +1,6 @@
 """What float8 costs modules A and B: their losses in fp32, bf16 and emulated float8.
 
-    python -m benchmarks.float8 [--seeds 3] [--perception-steps 60] [--world-model-steps 240]
+    python -m benchmarks.float8 [--seeds 3] [--perception-steps 40] [--world-model-steps 120]
 
 Needs the data set and the frozen perception (`dvc repro`). Trainings are those of the stages but
 for the precision and fewer steps, all decayed to nothing, from the same seeds and on the same data.
@@ -58,8 +58,8 @@ class Losses:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--perception-steps", type=int, default=60)
-    parser.add_argument("--world-model-steps", type=int, default=240)
+    parser.add_argument("--perception-steps", type=int, default=40)
+    parser.add_argument("--world-model-steps", type=int, default=120)
     given = parser.parse_args(arguments)
     try:
         params = load_params("params.yaml")

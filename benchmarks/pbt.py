@@ -1,14 +1,14 @@
 """Population-based training beside random search of the same budget.
 
-    python -m benchmarks.pbt [--seeds 3]
+    python -m benchmarks.pbt [--seeds 3] [--steps 96]
 
-Needs the data set and the frozen perception (`dvc repro`). Both train module C with the members,
-space and steps of `params.yaml`, from the same settings and initial weights; random search is the
-same code with nobody replaced. Both choose their best member by the loss on every second held-out
-world; told is its loss on the others. Each search is kept in `results/pbt.json` when it ends, one
-that is there for the same parameters is not run again, and one that was stopped goes on. The last
-line is JSON: the losses in nats, and what random search loses more, with its 95 % interval over the
-seeds (Student's t).
+Needs the data set and the frozen perception (`dvc repro`). Both train module C as `params.yaml` has
+it but for the steps, with its members and space, from the same settings and initial weights; random
+search is the same code with nobody replaced. Both choose their best member by the loss on every
+second held-out world; told is its loss on the others. Each search is kept in `results/pbt.json`
+when it ends, one that is there for the same parameters is not run again, and one that was stopped
+goes on. The last line is JSON: the losses in nats, and what random search loses more, with its 95 %
+interval over the seeds (Student's t).
 """
 
 from __future__ import annotations
@@ -76,15 +76,18 @@ def search(
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=96, help="of every member")
     given = parser.parse_args(arguments)
     try:
         params = load_params("params.yaml")
+        social = params.social.model_copy(update={"steps": given.steps})
+        params = params.model_copy(update={"social": social})
         settings = {
             name: getattr(params, name).model_dump(mode="json") for name in ("social", "tune")
         }
-        folder = Path("checkpoints") / f"pbt-benchmark-{sha256_json(settings)[:8]}"
-        folder = folder.absolute()
+        folder = Path("checkpoints/pbt-benchmark").absolute()
         data = shared(params, folder)
+        folder = folder / sha256_json(settings)[:8]
     except HamletError as error:
         print(f"pbt: {error}", file=sys.stderr)
         return 2
@@ -116,7 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
         half = T_95[len(more) - 1] * statistics.stdev(more) / len(more) ** 0.5
         kept["interval_95"] = [round(mean - half, 5), round(mean + half, 5)]
     RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
-    shutil.rmtree(folder)
+    shutil.rmtree(data.parent)
     print(json.dumps(kept))
     return 0
 

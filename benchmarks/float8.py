@@ -18,6 +18,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -96,19 +97,17 @@ def main(arguments: list[str] | None = None) -> int:
         train_world_model(lived[0], worlds, shape, card["latent"], section, seed, file, log)
 
     trainings: tuple[Training, ...] = (perception, world_model)
-    for training in trainings:
-        name = training.__name__
-        for seed in range(1, given.seeds + 1):
-            for precision in PRECISIONS:
-                curves = kept["curves"][name][precision]
-                if str(seed) in curves:
-                    continue
-                log = Losses(f"{name}, {precision}, seed {seed}")
-                with tempfile.TemporaryDirectory() as folder:
-                    training({"precision": precision}, seed, log, Path(folder) / "checkpoint.pt")
-                parts = torch.tensor(log.losses).tensor_split(POINTS)
-                curves[str(seed)] = [float(f"{part.mean():.4g}") for part in parts]
-                RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+    for seed in range(1, given.seeds + 1):
+        for training, precision in product(trainings, PRECISIONS):
+            curves = kept["curves"][training.__name__][precision]
+            if str(seed) in curves:
+                continue
+            log = Losses(f"{training.__name__}, {precision}, seed {seed}")
+            with tempfile.TemporaryDirectory() as folder:
+                training({"precision": precision}, seed, log, Path(folder) / "checkpoint.pt")
+            parts = torch.tensor(log.losses).tensor_split(POINTS)
+            curves[str(seed)] = [float(f"{part.mean():.4g}") for part in parts]
+            RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
     seeds = [str(seed) for seed in range(1, given.seeds + 1)]
     for name in sizes:
         last = {

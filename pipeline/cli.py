@@ -383,6 +383,36 @@ def profile(
 
 
 # ------------------------------------------------------------------------------------------------
+# tune
+
+
+class Engine(StrEnum):
+    """Where the members of a population run."""
+
+    processes = "processes"
+    ray = "ray"
+
+
+@app.command()
+@told_in_one_line
+def tune(
+    engine: Annotated[
+        Engine, typer.Option(help="ray: on the cluster that RAY_ADDRESS names, else a local one.")
+    ] = Engine.processes,
+) -> None:
+    """Population-based training of module C, as `tune` in params.yaml says.
+
+    Both engines give the same result. Interrupted or killed, the same command goes on.
+    """
+    _needs_training_packages("tune")
+    done = subprocess.run(
+        [sys.executable, "-m", "stages.tune", "--engine", engine.value], check=False
+    )
+    if done.returncode:
+        raise typer.Exit(done.returncode)
+
+
+# ------------------------------------------------------------------------------------------------
 # doctor
 
 

@@ -13,7 +13,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from pipeline.files import HamletError
 
@@ -48,6 +48,13 @@ class CollectParams(Section):
     ticks: int = Field(ge=2, description="ticks recorded per world")
 
 
+ModulePrecision = Literal["fp32", "bf16", "fp8", "fp8-emulated"]
+PRECISION = Field(
+    description="of forward pass and loss; fp8: bf16 where nothing multiplies float8, and "
+    "fp8-emulated rounds as it would, slowly"
+)
+
+
 class PerceptionParams(Section):
     """Module A."""
 
@@ -58,6 +65,7 @@ class PerceptionParams(Section):
     chunk: int = Field(ge=2, description="ticks per gradient step; must divide collect.ticks")
     learning_rate: float = Field(gt=0, lt=1)
     kl_weight: float = Field(ge=0, description="pull of the latent towards a standard normal")
+    precision: ModulePrecision = PRECISION
 
 
 class FreezePerceptionParams(Section):
@@ -75,6 +83,7 @@ class WorldModelParams(Section):
     steps: int = Field(ge=1, description="gradient steps")
     batch: int = Field(ge=2, description="windows per member and gradient step")
     learning_rate: float = Field(gt=0, lt=1)
+    precision: ModulePrecision = PRECISION
 
 
 class SocialParams(Section):
@@ -163,6 +172,32 @@ class ProofsParams(Section):
     hidden: int = Field(ge=8, description="hidden units of the scorer")
 
 
+class TuneParams(Section):
+    """A population of trainings of module C, each with settings of its own: `hamlet tune`."""
+
+    members: int = Field(ge=2, description="trainings side by side, social.steps each")
+    generations: int = Field(ge=1, description="parts into which the steps are divided")
+    replaced: float = Field(
+        ge=0, le=0.5, description="share replaced between generations; 0 is random search"
+    )
+    space: dict[str, tuple[float, float]] = Field(
+        description="lowest and highest value of each number of the section `social` to be tuned"
+    )
+
+    @field_validator("space")
+    @classmethod
+    def _known_and_positive(
+        cls, space: dict[str, tuple[float, float]]
+    ) -> dict[str, tuple[float, float]]:
+        tunable = [n for n, f in SocialParams.model_fields.items() if f.annotation is float]
+        for name, (low, high) in space.items():
+            if name not in tunable:
+                raise ValueError(f"{name} cannot be tuned; what can is {', '.join(tunable)}")
+            if not 0 < low < high:
+                raise ValueError(f"{name} must be two numbers above 0, the lower one first")
+        return space
+
+
 class CompileParams(Section):
     """How the policy's PPO runs. Compiling takes two minutes; then it is twice as fast."""
 
@@ -193,6 +228,7 @@ with warnings.catch_warnings():
         evaluate: EvaluateParams
         register: RegisterParams
         proofs: ProofsParams
+        tune: TuneParams
         compile: CompileParams
 
 

@@ -17,6 +17,7 @@ PROVER = ARTIFACTS / "prover"
 PROVER_ONNX = ARTIFACTS / "prover.onnx"
 REPORT = ARTIFACTS / "REPORT.md"
 EPISODE = ARTIFACTS / "episode.gif"
+TUNED = ARTIFACTS / "tune"
 
 
 def metrics(stage: str) -> Path:

@@ -198,3 +198,16 @@ def test_serving_and_the_command_load_where_torch_is_absent():
 def test_register_loads_where_torch_is_absent():
     done = without({"torch", "tensordict"}, "import stages.register")
     assert done.returncode == 0, done.stderr
+
+
+def test_ray_and_torchao_are_imported_where_they_are_used_and_not_before():
+    files = [*modules_of("pipeline"), *modules_of("stages")]
+    owners = {"ray": "pipeline.learning.engines", "torchao": "pipeline.learning.float8"}
+    for package, owner in owners.items():
+        users = {name for name in files if any(x.split(".")[0] == package for x in imports(name))}
+        assert users == {owner}
+        file = file_of(owner)
+        assert file is not None
+        loaded = ast.parse(file.read_text(encoding="utf-8")).body
+        at_once = [ast.dump(x) for x in loaded if isinstance(x, ast.Import | ast.ImportFrom)]
+        assert not [x for x in at_once if f"'{package}" in x]

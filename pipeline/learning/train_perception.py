@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from pipeline.learning import distributed
 from pipeline.learning.checkpoint import Checkpoint
+from pipeline.learning.float8 import in_precision
 from pipeline.learning.log import Log
 from pipeline.learning.losses import weighted_means
 from pipeline.learning.sequences import Lanes, per_agent
@@ -91,8 +92,12 @@ def train_perception(
         carried[:] = [after.detach()]
         return total, parts
 
+    loss_to_take, precision = in_precision(loss, params.precision)
     update = Update(
-        loss, [*module.parameters(), *heads.parameters()], learning_rate=params.learning_rate
+        loss_to_take,
+        [*module.parameters(), *heads.parameters()],
+        learning_rate=params.learning_rate,
+        precision=precision,
     )
     saved = Checkpoint(
         checkpoint,

@@ -68,8 +68,14 @@ def train_social(
     seed: int,
     checkpoint: Path,
     log: Log,
+    until: int | None = None,
 ) -> Social:
-    """Train on the given worlds of `data` [T, B] (see `with_labels`)."""
+    """Train on the given worlds of `data` [T, B] (see `with_labels`).
+
+    Args:
+        until: stop after so many of the steps; the checkpoint then goes on from there.
+    """
+    until = params.steps if until is None else until
     torch.manual_seed(seed)
     model = Social(shape, params.hidden)
     lanes = Lanes(data, worlds, params.lanes, params.chunk, torch.Generator().manual_seed(seed))
@@ -93,12 +99,12 @@ def train_social(
     saved = Checkpoint(checkpoint, {"model": model, "update": update, "lanes": lanes})
     start, extra = saved.load()
     state = extra.get("state", state)
-    for step in log.steps(params.steps, start):
+    for step in log.steps(until, start):
         update.set_learning_rate(params.learning_rate * (1 - step / params.steps))
         metrics = update(lanes.read(), state)
         state = carried[0]
         log.record(step, metrics)
-        saved.save(step + 1, rows={"state": state})
+        saved.save(step + 1, rows={"state": state}, force=step + 1 == until)
     return model.eval()
 
 

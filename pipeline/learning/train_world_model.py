@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from pipeline.learning import distributed
 from pipeline.learning.checkpoint import Checkpoint
+from pipeline.learning.float8 import in_precision
 from pipeline.learning.log import Log
 from pipeline.learning.losses import weighted_means
 from pipeline.learning.returns import discounted
@@ -183,8 +184,13 @@ def train_world_model(
     def loss(window: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         return world_model_loss(model, window)
 
+    loss_to_take, precision = in_precision(loss, params.precision)
     update = Update(
-        loss, model.parameters(), learning_rate=params.learning_rate, max_grad_norm=10.0
+        loss_to_take,
+        model.parameters(),
+        learning_rate=params.learning_rate,
+        max_grad_norm=10.0,
+        precision=precision,
     )
     saved = Checkpoint(checkpoint, {"model": model, "update": update, "rng": rng})
     start, _ = saved.load()

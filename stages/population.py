@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from pipeline.export.frozen_policy import load_policy
-from pipeline.files import check_card, write_json
+from pipeline.files import atomic_dir, check_card, write_json
 from pipeline.learning.population import (
     Characters,
     Selves,
@@ -200,10 +200,11 @@ def main() -> None:
             }
         write_json(paths.metrics("population"), numbers)
         s.run.metrics({k: v for k, v in numbers.items() if isinstance(v, int | float)})
-        shutil.copytree(society.home(numbers["winner"]), paths.WINNER, dirs_exist_ok=True)
-        for number in range(rounds + 1):
-            home = paths.POPULATION / society.home(number).name
-            shutil.copytree(society.home(number), home, dirs_exist_ok=True)
+        with atomic_dir(paths.WINNER) as fresh:
+            shutil.copytree(society.home(numbers["winner"]), fresh, dirs_exist_ok=True)
+        with atomic_dir(paths.POPULATION) as fresh:
+            for number in range(rounds + 1):
+                shutil.copytree(society.home(number), fresh / society.home(number).name)
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ def test_rank_correlation_looks_at_the_order_only():
 
 def test_rules_are_learned_and_held_out_worlds_are_predicted(shape, lived, tmp_path):
     params = WorldModelParams(
-        hidden=16, members=2, horizon=2, steps=400, batch=64, learning_rate=5e-3
+        hidden=16, members=2, horizon=2, steps=400, batch=64, learning_rate=5e-3, precision="fp32"
     )
     worlds = torch.arange(WORLDS)
     train, held_out = worlds[:16], worlds[16:]
@@ -158,7 +158,7 @@ def test_a_toss_is_expected_in_the_mean_and_doubted(shape, tmp_path):
     """Half of all uses are refused: the rule is still learned whole, its effect expected by half,
     and confidence is lower than where nothing is tried."""
     params = WorldModelParams(
-        hidden=16, members=2, horizon=2, steps=600, batch=64, learning_rate=5e-3
+        hidden=16, members=2, horizon=2, steps=600, batch=64, learning_rate=5e-3, precision="fp32"
     )
     tossed, worlds = live(shape, 0.5), torch.arange(WORLDS)
     model = train_world_model(

@@ -152,13 +152,16 @@ class Society:
 
 
 def compare(society: Society, met: dict[tuple[int, int], Tensor]) -> Standing:
-    """The standing of all members; plays the matches that are not among those `met`."""
-    k = len(society.members)
-    missing = [(i, j) for i in range(k) for j in range(i, k) if (i, j) not in met]
+    """The standing of all members; plays the matches that are not among those `met`.
+
+    Every pair meets in both seatings, so that what a seat is worth in these worlds favours nobody.
+    """
+    k = range(len(society.members))
+    missing = [(i, j) for i in k for j in k if (i, j) not in met]
     for i, j in progress(missing, "population: matches"):
         met[i, j] = society.match(i, j)
-        met[j, i] = met[i, j].flip(-1)
-    return standing(torch.stack([torch.stack([met[i, j] for j in range(k)]) for i in range(k)]))
+    rows = [[torch.cat([met[i, j], met[j, i].flip(-1)]) for j in k] for i in k]
+    return standing(torch.stack([torch.stack(row) for row in rows]))
 
 
 def main() -> None:
@@ -184,16 +187,16 @@ def main() -> None:
             among = [society.among_characters(k) for k in everyone]
             score = (found.payoff.mean(1) + torch.tensor(among, dtype=torch.float64)) / 2
             winner = int(score.argmax())
-            before, after = society.focal(0), society.focal(winner)
-            gain = after - before
+            focal = {member: society.focal(member) for member in {0, winner}}
+            gain = focal[winner] - focal[0]
             mean, margin = gain.mean().item(), 1.96 * gain.std().item() / len(gain) ** 0.5
             numbers = {
                 "winner": winner,
                 "score": score.tolist(),
                 "among_characters": among,
                 **{name: value.tolist() for name, value in found._asdict().items()},
-                "focal_score_of_policy": before.mean().item(),
-                "focal_score": after.mean().item(),
+                "focal_score_of_policy": focal[0].mean().item(),
+                "focal_score": focal[winner].mean().item(),
                 "focal_gain": mean,
                 "focal_gain_ci95": [mean - margin, mean + margin],
                 "characters": [asdict(dna) for dna in people],

@@ -121,6 +121,7 @@ def test_the_best_member_of_a_population_becomes_the_agent(copy):
     assert found["score"][winner] == max(found["score"])
     assert [len(row) for row in found["payoff"]] == [2, 2]
     assert [found["wins"][k][k] for k in (0, 1)] == [0.5, 0.5]
+    assert found["wins"][0][1] + found["wins"][1][0] == pytest.approx(1)
     low, high = found["focal_gain_ci95"]
     assert low <= found["focal_gain"] <= high
     assert len(found["characters"]) == 8

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.files import HamletError
+from pipeline.files import HamletError, atomic_path
 from pipeline.learning.engines import processes
 from pipeline.learning.pbt import (
     FACTORS,
@@ -46,7 +46,8 @@ def roll(folder: Path, turn: Turn) -> float:
     until = 3 * (turn.generation + 1)
     while step < until:
         x, step = x - turn.settings["learning_rate"] * 2 * x, step + 1
-        path.write_text(json.dumps([x, step]))
+        with atomic_path(path) as temporary:  # as real checkpoints: it may be killed here
+            temporary.write_text(json.dumps([x, step]))
     return -(x**2)
 
 

@@ -5,6 +5,7 @@ it can stay and pay, and what its meters will then be; it goes where the gain in
 largest, or rests, or explores. With `foresight` it plans again once it knows where the others want
 to go. All players are this planner with other parameters, apart from two baselines; an
 `expert_sightings` uses only places it has seen and foresees only whom it sees, an
+`expert_searching` knows no more but weighs what it may find against what it has found, an
 `expert_yesterday` believes the prices, hours, effects and drains of the phase before this one.
 Nothing is remembered but what the agent has seen, and that only where a player does not know the
 map: a started use and a chosen way are read from the state, so that a player can label states that
@@ -23,10 +24,12 @@ from pipeline.town import personalities
 from pipeline.town.config import BASE_ACTIONS
 from pipeline.town.counter import counter_uniform
 from pipeline.town.town import DOWN, INTERACT, LEFT, RIGHT, UP, WAIT, Town
+from pipeline.unseen import where_to_look
 
 STREAM_CHARACTER, STREAM_RANDOM, STREAM_WANDER = 4096, 4224, 8192
 ALWAYS = 1000  # ticks a place that never closes stays open
 STRETCH = 16  # ticks for which a wandering mood lasts
+SEEKERS = ("expert_sightings", "expert_searching")  # who know only what they have seen
 
 
 class Scripted:
@@ -59,7 +62,7 @@ class Scripted:
                 [[row[key] for key in personalities.parameter_names(town.pack)] for row in rows],
                 dtype=torch.float32,
             ),
-            sightings=[name.startswith("expert_sightings") for name in names],
+            sightings=[name.startswith(SEEKERS) for name in names],
             yesterday=[name == "expert_yesterday" for name in names],
             kinds=[
                 personalities.BASELINES.index(n) + 1 if n in personalities.BASELINES else 0
@@ -76,7 +79,7 @@ class Scripted:
         player = cls.__new__(cls)
         player.names, player.seed = (), None
         rows = len(table)
-        sightings, yesterday = name.startswith("expert_sightings"), name == "expert_yesterday"
+        sightings, yesterday = name.startswith(SEEKERS), name == "expert_yesterday"
         player._setup(town, table, [sightings] * rows, [yesterday] * rows, [0] * rows)
         return player
 
@@ -99,6 +102,7 @@ class Scripted:
         self._any_baseline = any(kinds)
         self._wanders = bool((table[:, self._keys.index("wander")] > 0).any())
         self._foresees = bool((table[:, self._keys.index("foresight")] > 0).any())
+        self._searches = bool((table[:, self._keys.index("search")] > 0).any())
         self._cells = town.width * town.height
         self._build_hours()
 
@@ -166,6 +170,13 @@ class Scripted:
         actions = torch.where(s["alive"], actions, WAIT)
         return actions.t(), goals.t(), TensorDict(updated, batch_size=state.batch_size)
 
+    def watch(self, state: TensorDict, memory: TensorDict) -> TensorDict:
+        """The memory after a tick in which nobody is asked to act."""
+        if not self._any_sightings:
+            return memory
+        seen = self._look(self.town._unpack_state(state), memory["seen"])
+        return memory.replace(seen=seen.transpose(0, 1))
+
     # ------------------------------------------------------------------ parts
 
     def _counter(self, s, stream: Tensor | int, tick: Tensor | None = None) -> Tensor:
@@ -225,9 +236,14 @@ class Scripted:
         here = place == each
         walk = torch.where(here, 0, walk)
         slot = phase * 24 if len(town._open_bits.phases) > 1 else phase * 0
-        arrival = (s["hour"] + walk) % 24
-        wait = self._until[(slot + arrival) * f + each]
-        open_left = self._left[(slot + (arrival + wait) % 24) * f + each]
+
+        def opening(walk: Tensor) -> tuple[Tensor, Tensor]:
+            """Ticks to wait after a walk of so many ticks, and ticks it is open then."""
+            arrival = (s["hour"] + walk) % 24
+            wait = self._until[(slot + arrival) * f + each]
+            return wait, self._left[(slot + (arrival + wait) % 24) * f + each]
+
+        wait, open_left = opening(walk)
         arrives = (walk + wait).float()
         engaged = here & (s["progress"] > 0) & (last == each)
         reach = arrives
@@ -245,10 +261,13 @@ class Scripted:
                 usable = usable & ((each != number) | town._holds(test, meters))
         if seen is not None:
             known = seen.gather(2, target[:, 0].t()[None].expand(len(x), -1, -1)).permute(2, 0, 1)
+            hidden = usable & ~known
             usable = usable & (known | ~needs_sight)
         towards = self._headed(s["last_action"], to_x, to_y) | (here & (done > 0))
 
-        def weigh(reach: Tensor) -> tuple[Tensor, Tensor]:
+        def weigh(
+            reach: Tensor, walk: Tensor, open_left: Tensor, usable: Tensor
+        ) -> tuple[Tensor, Tensor]:
             """Gain in value per tick of each use begun in `reach` ticks, and its ticks."""
             stay = torch.minimum(remaining, open_left)
             for index, price in enumerate(town._price):
@@ -283,12 +302,13 @@ class Scripted:
             rate = rate + torch.where(towards, p["persistence"] * rate.abs(), 0.0)
             return torch.where(possible, rate, -1e9), ticks
 
-        rate, ticks = weigh(reach)
+        rate, ticks = weigh(reach, walk, open_left, usable)
         rest_rate, rest_action = self._rest(p, meters, phase)
         if self._foresees:
             arrives = torch.where(engaged, -0.5, arrives)
             delay = self._delay(s, rate, rest_rate, arrives, ticks, needs_sight)
-            rate, _ = weigh(reach + torch.where(engaged, 0.0, delay * p["foresight"]))
+            later = reach + torch.where(engaged, 0.0, delay * p["foresight"])
+            rate, _ = weigh(later, walk, open_left, usable)
         best_rate, best = rate.max(0)
 
         # Resting, exploring.
@@ -313,10 +333,22 @@ class Scripted:
             cost = cx.abs() + cy.abs() + torch.where(seen, away, 0)
             nearest = cost.argmin(-1, keepdim=True)
             unseen = (cost.gather(-1, nearest)[..., 0] < away) & needs_sight
-            explores = unseen & (p["explore_rate"] > torch.maximum(best_rate, rest_rate))
-            step = self._step_towards(
-                cx.gather(-1, nearest)[..., 0], cy.gather(-1, nearest)[..., 0]
-            )
+            look_x, look_y = cx.gather(-1, nearest)[..., 0], cy.gather(-1, nearest)[..., 0]
+            worth = p["explore_rate"]
+            if self._searches:
+                # What is hidden, as if it were to be used after a search that is not in vain.
+                hides = (~seen).float().unflatten(-1, (town.height, town.width))
+                there_x, there_y = where_to_look(hides, x, y, town.vision)
+                far = there_x.abs() + there_y.abs() + p["search"].long()
+                far = far.expand(f, *far.shape)
+                wait, open_left = opening(far)
+                found, _ = weigh((far + wait).float(), far, open_left, hidden & (wait < ALWAYS))
+                searches = p["search"] > 0
+                look_x = torch.where(searches, there_x, look_x)
+                look_y = torch.where(searches, there_y, look_y)
+                worth = torch.where(searches, found.amax(0), worth)
+            explores = unseen & (worth > torch.maximum(best_rate, rest_rate))
+            step = self._step_towards(look_x, look_y)
             action = torch.where(explores, step, action)
             goal = torch.where(explores, f + 1, goal)
         if self._wanders:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.modules.contracts import METERS, Features, TownShape
+from pipeline.modules.contracts import LOOK, METERS, Features, TownShape
 
 LOGIT_CAP = 15.0
 PLACE_WIDTH = 16
@@ -44,6 +44,7 @@ class Policy(nn.Module):
         super().__init__()
         self.shape, self.meta_period, self.emergency = shape, meta_period, emergency
         self.places = 2 * shape.num_affordances
+        self.exploring = shape.goal_names.index("explore")
         base = belief_dim + self.places + shape.self_dim + shape.num_goals
         self.goal_prior = GoalScores(base, shape.num_affordances, shape.num_goals, width)
         self.controller = mlp(base + shape.num_goals + 5, width, shape.num_actions)
@@ -97,7 +98,10 @@ class Policy(nn.Module):
         def of_place(pairs: Tensor) -> Tensor:
             return torch.where(is_place, pairs.gather(-2, place).squeeze(-2), 0.0)
 
-        offset = of_place(self._cells(f))
+        look = f.mean[..., self.places : self.places + LOOK - 1]
+        look = look * look.new_tensor([self.shape.width, self.shape.height])
+        explores = (goal == self.exploring).unsqueeze(-1)
+        offset = torch.where(explores, look, of_place(self._cells(f)))
         spread = of_place(f.log_std.unflatten(-1, (-1, 2)))
         there = is_place.squeeze(-1) * (-4 * offset.square().sum(-1)).exp()
         target = torch.cat([offset.clamp(-4, 4) / 4, spread, there.unsqueeze(-1)], -1)

@@ -165,7 +165,8 @@ class Learner:
             record["expert_goal"] = expert_goal.flatten()
         elif self.expert is not None and thinking is not None:
             with region("expert"):
-                told = self.expert.act(world[thinking], memory.expert[thinking])[1]
+                remembered = self.expert.watch(world, memory.expert)
+                told = self.expert.act(world[thinking], remembered[thinking])[1]
             goals = torch.zeros_like(acted).index_copy(0, thinking, told)
             record["expert_goal"] = goals.flatten()
         record["privileged"] = privileged_features(self.town, self.shape, world).flatten(0, 1)
@@ -308,7 +309,7 @@ def train_policy(
         max_grad_norm=0.5, compile=compiling.update, precision=precision,
     )  # fmt: skip
 
-    expert = Scripted(town, ["expert"], seed)
+    expert = Scripted(town, [params.teacher], seed)
     learner = Learner(town, shape, mind, critic, expert)
     world = town.reset(seed, worlds, distributed.rank() * worlds)
     # Lives begin at different ages, so that every batch holds all ages and all hours.

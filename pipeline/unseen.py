@@ -1,4 +1,4 @@
-"""Where on a partly seen map to look next: for scripted players and for what perception believes."""
+"""Where to look next on a partly seen map: for scripted players and for perception."""
 
 from __future__ import annotations
 

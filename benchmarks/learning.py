@@ -138,8 +138,8 @@ class Reflexes(Learner):
             state.belief,
         )  # fmt: skip
         places = self.mind.policy.places
-        f = Features(mean, log_std[:, :places], known, torch.zeros_like(known[:, :1]).expand(
-            -1, self.shape.num_goals))  # fmt: skip
+        nobody = torch.zeros_like(known[:, :1]).expand(-1, self.shape.num_goals)
+        f = Features(mean, log_std[:, :places], known, nobody, state.goal)
         action, chosen, logits = reflexes(self, f, world, obs.action_mask)
         record: Record = {"action": action, "goal": chosen, "action_logits": logits}
         return action.unflatten(0, (-1, n)), Memory(state._replace(belief=belief), None), record
@@ -229,7 +229,7 @@ class Ticks:
             return s.town.observe(world), s.town.step_and_reset_core(world, action)
 
         mean, log_std, known, *_ = perceive(obs, state.belief)
-        f = Features(mean, log_std[:, : s.mind.policy.places], known, zero)
+        f = Features(mean, log_std[:, : s.mind.policy.places], known, zero, state.goal)
         work: dict[str, tuple[Callable, tuple]] = {
             "town": (play, (self.world, action)),
             "perception": (perceive, (obs, state.belief)),

@@ -99,6 +99,7 @@ class SocialParams(Section):
 class PolicyParams(Section):
     """Module D."""
 
+    teacher: str = Field(description="scripted character that is imitated, an expert of the pack")
     hidden: int = Field(ge=8, description="hidden units of both controllers and the critic")
     meta_period: int = Field(ge=1, description="ticks between deliberations")
     emergency: float = Field(ge=0, le=1, description="energy or health under which goals change")

@@ -17,6 +17,7 @@ from pipeline.modules.critic import Critic
 from pipeline.modules.policy import Policy, PolicyAct, PolicyEnded, PolicyPrior, PolicyWeigh
 from pipeline.params import Params
 from pipeline.town import Town
+from pipeline.town.tables import timetable
 from stages import paths
 from stages.collect import make_town
 from stages.common import stage
@@ -38,6 +39,7 @@ def make_mind(
         a_card["belief_dim"],
         sizes.hidden,
         goal_targets(town),
+        timetable(town.pack),
         sizes.meta_period,
         sizes.emergency,
     )
@@ -67,6 +69,7 @@ def keep_policy(
         "log_std": torch.zeros(4, policy.places),
         "known_state": torch.rand(4, shape.self_dim, generator=torch.Generator().manual_seed(0)),
         "rivals": torch.zeros(4, shape.num_goals),
+        "pursued": torch.zeros(4, dtype=torch.int64),
     }
     assert tuple(f) == Features._fields
     goal = {"goal": torch.zeros(4, dtype=torch.int64)}

@@ -87,7 +87,7 @@ def first_state(
         belief=torch.zeros(slots, recurrent_dim),
         social=torch.zeros(slots, others, social_dim),
         goal=zeros,
-        goal_age=zeros + 10_000,  # ended: a goal is chosen at once
+        goal_age=zeros,
         clock=torch.arange(worlds).repeat_interleave(agents),
         rng=zeros,
     )
@@ -100,7 +100,7 @@ def forget(state: AgentState, over: Tensor) -> AgentState:
         belief=state.belief * going.unsqueeze(-1),
         social=state.social * going[:, None, None],
         goal=state.goal,
-        goal_age=torch.where(over, 10_000, state.goal_age),
+        goal_age=torch.where(over, 0, state.goal_age),
         clock=state.clock,
         rng=state.rng,
     )
@@ -151,6 +151,14 @@ class Company(Protocol):
         ...
 
 
+class Teacher(Protocol):
+    """Says what it would do in the place of every agent, and to what end; see `Scripted`."""
+
+    def reset(self, state: TensorDict) -> TensorDict: ...
+    def act(self, state: TensorDict, memory: TensorDict) -> tuple[Tensor, Tensor, TensorDict]: ...
+    def watch(self, state: TensorDict, memory: TensorDict) -> TensorDict: ...
+
+
 class Learner:
     """The learning agents, and in some worlds an expert that acts for them, as a `Player`.
 
@@ -164,7 +172,7 @@ class Learner:
         shape: TownShape,
         mind: Mind,
         critic: Critic,
-        expert: Scripted | None,
+        expert: Teacher | None,
         company: Company | None = None,
     ) -> None:
         self.town, self.shape, self.mind, self.critic = town, shape, mind, critic
@@ -200,11 +208,14 @@ class Learner:
             with region("expert"):
                 expert_action, expert_goal, remembered = self.expert.act(world, remembered)
             acted = torch.where(driven.unsqueeze(-1), expert_action, acted)
+            led = driven.repeat_interleave(n)
+            agent = agent._replace(goal=torch.where(led, expert_goal.flatten(), agent.goal))
             record["expert_action"] = expert_action.flatten()
             record["expert_goal"] = expert_goal.flatten()
         elif self.expert is not None and thinking is not None:
             with region("expert"):
-                told = self.expert.act(world[thinking], memory.expert[thinking])[1]
+                remembered = self.expert.watch(world, memory.expert)
+                told = self.expert.act(world[thinking], remembered[thinking])[1]
             goals = torch.zeros_like(acted).index_copy(0, thinking, told[:, :n])
             record["expert_goal"] = goals.flatten()
         record["privileged"] = self.privileged(world)
@@ -279,6 +290,7 @@ def train_policy(
     log: Log,
     critic: Critic | None = None,
     company: Company | None = None,
+    teacher: Teacher | None = None,
 ) -> Critic:
     """Train `mind.policy` in place; returns the critic that was trained beside it.
 
@@ -287,6 +299,7 @@ def train_policy(
         critic: that of an earlier training, to go on with; else a new one.
         company: plays the last agents of every world. There is no imitation beside it: an expert
             that acts for the learning agents acts for all.
+        teacher: who is imitated; else the scripted player that `params` names.
     """
     policy: Any = mind.policy
     worlds = distributed.share(params.worlds, "params.yaml: policy.worlds")
@@ -370,7 +383,7 @@ def train_policy(
         max_grad_norm=0.5, compile=compiling.update, precision=precision,
     )  # fmt: skip
 
-    expert = Scripted(town, ["expert"], seed)
+    expert = teacher or Scripted(town, [params.teacher], seed)
     learner = Learner(town, shape, mind, critic, expert, company)
     world = town.reset(seed, worlds, distributed.rank() * worlds)
     # Lives begin at different ages, so that every batch holds all ages and all hours.

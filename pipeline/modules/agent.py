@@ -24,6 +24,8 @@ from pipeline.modules.contracts import (
 from pipeline.profiling import region
 
 IMAGINED_DISCOUNT = 0.97
+TEMPTED = 1.0
+"""Nats by which another goal must seem likelier than the pursued one to take its place at once."""
 MULTIPLIER, MODULUS = 48271, 2**31 - 1
 
 
@@ -37,7 +39,7 @@ class AgentState(NamedTuple):
     goal: Tensor
     """int64 [.] current goal."""
     goal_age: Tensor
-    """int64 [.] ticks the goal has been pursued."""
+    """int64 [.] ticks the goal has been pursued; 0 while there is none."""
     clock: Tensor
     """int64 [.] ticks lived; D1 deliberates when it is a multiple of `meta_period`."""
     rng: Tensor
@@ -62,6 +64,16 @@ class Thoughts(NamedTuple):
     imagination_confidence: Tensor
     uncertainty_reason: Tensor
     action_logits: Tensor
+
+
+def tempted(prior: Tensor, goal: Tensor) -> Tensor:
+    """bool [.]: some goal of `prior` float32 [., G] seems far likelier than `goal` int64 [.] now.
+
+    A goal that is dropped when another one looks better loses nothing by having been long (Sutton,
+    Precup and Singh 1999, section 6, interrupting options).
+    """
+    kept = prior.gather(-1, goal.unsqueeze(-1)).squeeze(-1)
+    return prior.amax(-1) - kept > TEMPTED
 
 
 class Deciding(Protocol):
@@ -102,7 +114,7 @@ class Mind(nn.Module):
         self.policy, self.candidates, self.horizon = policy, candidates, horizon
 
     def sense(
-        self, obs: RawObservation, belief_state: Tensor, social_state: Tensor
+        self, obs: RawObservation, state: AgentState
     ) -> tuple[BeliefDistribution, SocialPrediction, Tensor, Features]:
         """Run A and C for one tick; also returns C's new state and the features for D."""
         with region("perception"):
@@ -114,7 +126,7 @@ class Mind(nn.Module):
                     obs.cues,
                     obs.visible,
                     obs.others_offset,
-                    belief_state,
+                    state.belief,
                 )
             )
         with region("social"):
@@ -126,7 +138,7 @@ class Mind(nn.Module):
                 obs.visible,
                 obs.others_offset,
                 obs.others_action,
-                social_state,
+                state.social,
             )
         social = SocialPrediction(*predicted)
         features = Features(
@@ -134,6 +146,7 @@ class Mind(nn.Module):
             belief.log_std[..., : self.policy.places],
             belief.known_state,
             rivals_of(social),
+            torch.where(state.goal_age > 0, state.goal, social.goal_dist.shape[-1]),
         )
         return belief, social, social_state, features
 
@@ -158,13 +171,13 @@ class Mind(nn.Module):
         mean, log_std, known, legal = (
             repeat(x) for x in (f.mean, belief_log_std, f.known_state, mask)
         )
-        rivals = repeat(f.rivals)
+        rivals, pursued = repeat(f.rivals), repeat(f.pursued)
         alive = torch.ones_like(mean[:, 0])
         total, trust, novel = torch.zeros_like(alive), torch.ones_like(alive), alive < 0
         steps: list[tuple[Tensor, ...]] = []
         discount = 1.0
         for _ in range(self.horizon):
-            now = Features(mean, log_std[:, : self.policy.places], known, rivals)
+            now = Features(mean, log_std[:, : self.policy.places], known, rivals, pursued)
             logits = masked_logits(self.policy.action_logits(now, goal), legal)
             action = logits.argmax(-1)
             mean, log_std, known, reward, survives, value, legal_logit, _, sure, new = (
@@ -218,7 +231,7 @@ class Mind(nn.Module):
         Returns:
             action int64 [.], the new state, and the record (see `train_policy`).
         """
-        belief, _, social_state, f = self.sense(obs, state.belief, state.social)
+        belief, _, social_state, f = self.sense(obs, state)
         logits = prior = self.policy.prior_logits(f)
         deliberate = state.clock % self.policy.meta_period == 0
         imagined = {}
@@ -240,7 +253,8 @@ class Mind(nn.Module):
             }.items():
                 whole = value.new_zeros((prior.shape[0], *value.shape[1:]))
                 imagined[name] = whole.index_copy(0, slice_, value)
-        decide = deliberate | self.policy.goal_ended(f.known_state, state.goal, state.goal_age)
+        ended = self.policy.goal_ended(f.known_state, state.goal, state.goal_age)
+        decide = deliberate | ended | tempted(prior, state.goal)
         goal = torch.where(decide, (logits + goal_noise).argmax(-1), state.goal)
         goal_age = torch.where(decide, 0, state.goal_age) + 1
         action_logits = masked_logits(self.policy.action_logits(f, goal), obs.action_mask)
@@ -304,7 +318,7 @@ class Mind(nn.Module):
         """
         obs = RawObservation(*tensors[: len(RawObservation._fields)])
         state = AgentState(*tensors[len(RawObservation._fields) :])
-        belief, social, social_state, f = self.sense(obs, state.belief, state.social)
+        belief, social, social_state, f = self.sense(obs, state)
 
         prior = self.policy.prior_logits(f)
         candidates = prior.topk(self.candidates, -1).indices
@@ -315,7 +329,7 @@ class Mind(nn.Module):
 
         ended = self.policy.goal_ended(f.known_state, state.goal, state.goal_age)
         logits = torch.where(deliberate[:, None], considered, prior)
-        decide = deliberate | ended
+        decide = deliberate | ended | tempted(prior, state.goal)
         goal = torch.where(decide, logits.argmax(-1), state.goal)
         goal_age = torch.where(decide, 0, state.goal_age) + 1
 
@@ -353,13 +367,14 @@ class Mind(nn.Module):
         place_log_std: Tensor,
         known_state: Tensor,
         rivals: Tensor,
+        pursued: Tensor,
         mask: Tensor,
         candidates: Tensor,
         prior: Tensor,
     ) -> tuple[Tensor, ...]:
         """Imagine the candidates and weigh them: D1's goal logits float32 [., G], then the imagined
         actions, rewards, meters, returns, confidence and reasons of `Thoughts`."""
-        f = Features(mean, place_log_std, known_state, rivals)
+        f = Features(mean, place_log_std, known_state, rivals, pursued)
         future, returns = self.imagine(log_std, f, mask, candidates)
         return (
             self.policy.goal_logits(prior, candidates, returns, future.confidence),

@@ -5,7 +5,7 @@ worlds, flattened). Named tuples are what ``torch.export``, ``torch.compile`` an
 understand without registration, so the same type serves training, the frozen graphs and the agent.
 
 Sizes: K self-state fields, M other agents, C cue bits, A actions, F affordances, G goals,
-V cell codes, D belief dimensions (2 per affordance, then L latent), R recurrent state.
+V cell codes, D belief dimensions (2 per affordance, LOOK, then L latent), R recurrent state.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch import Tensor
 from pipeline.files import HamletError
 
 METERS = 8
+LOOK = 3
+"""Dimensions of the belief that say where to look for what was not seen yet."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,8 @@ class BeliefDistribution(NamedTuple):
 
     mean: Tensor
     """float32 [., D] Gaussian mean. The first 2F numbers are the believed offset (dx, dy) of each
-    affordance from the agent, in units of the map's size; the rest is the latent."""
+    affordance from the agent, in units of the map's size; then the offset of the cell from which
+    most could be newly seen, and the share of the map never seen; the rest is the latent."""
     log_std: Tensor
     """float32 [., D] logarithm of the standard deviation, same units: large = not known."""
     known_state: Tensor
@@ -184,6 +187,8 @@ class Features(NamedTuple):
     """float32 [., K]."""
     rivals: Tensor
     """float32 [., G] expected number of others pursuing each goal, weighted by confidence."""
+    pursued: Tensor
+    """int64 [.] the goal that was pursued until now; G at the beginning of a life."""
 
 
 def rivals_of(social: SocialPrediction) -> Tensor:

@@ -2,7 +2,8 @@
 
 Two memories feed the belief. A map memory keeps the code of every cell that was ever in view; a
 learned table turns it into a distribution over cells for each affordance, whose moments are the
-first 2F dimensions of the Gaussian belief. A GRU over the encoded view (CNN) and the agent's own
+first 2F dimensions of the Gaussian belief; from it also follows where most is left to be seen, the
+next three. A GRU over the encoded view (CNN) and the agent's own
 state and public cues (MLP) gives the rest, the latent.
 """
 
@@ -12,8 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.modules.contracts import METERS, BeliefDistribution, RawObservation, TownShape
+from pipeline.modules.contracts import (
+    LOOK,
+    METERS,
+    BeliefDistribution,
+    RawObservation,
+    TownShape,
+)
+from pipeline.unseen import where_to_look
 
+VISION = 2  # cells that the 5x5 view shows to each side
 LOG_STD_MIN = -5.0
 LOG_STD_MAX = 2.0
 PLACE_STD_MIN = 0.02  # map sizes; a sixth of a cell on an 8x8 map: a place that is known
@@ -26,7 +35,7 @@ class Perception(nn.Module):
     Args:
         shape: sizes of the town.
         hidden: width of the GRU.
-        latent: L, dimensions of the belief beyond the 2F of the affordances' places.
+        latent: L, dimensions of the belief beyond those that follow from the map memory.
     """
 
     cell_x: Tensor
@@ -54,7 +63,7 @@ class Perception(nn.Module):
 
     @property
     def belief_dim(self) -> int:
-        return 2 * self.shape.num_affordances + self.latent
+        return 2 * self.shape.num_affordances + LOOK + self.latent
 
     @property
     def recurrent_dim(self) -> int:
@@ -134,8 +143,20 @@ class Perception(nn.Module):
         """Mean and log_std [., D] from the two memories."""
         latent_mean, latent_log_std = self.to_latent(hidden).chunk(2, dim=1)
         place_mean, place_log_std = self.place_moments(memory, self_state)
-        log_std = torch.cat([place_log_std, latent_log_std], 1).clamp(LOG_STD_MIN, LOG_STD_MAX)
-        return torch.cat([place_mean, latent_mean], 1), log_std
+        look = self.look(memory, self_state)
+        sure = torch.full_like(look, LOG_STD_MIN)
+        log_std = torch.cat([place_log_std, sure, latent_log_std], 1)
+        mean = torch.cat([place_mean, look, latent_mean], 1)
+        return mean, log_std.clamp(LOG_STD_MIN, LOG_STD_MAX)
+
+    def look(self, memory: Tensor, self_state: Tensor) -> Tensor:
+        """float32 [., LOOK] the way to where most can be newly seen, in map sizes, and the share of
+        the map that was never seen."""
+        unseen = (memory == 0).to(memory.dtype)
+        cells = unseen.unflatten(1, (self.shape.height, self.shape.width))
+        dx, dy = where_to_look(cells, *self.position(self_state), VISION)
+        share = unseen.mean(1)
+        return torch.stack([dx / self.shape.width, dy / self.shape.height, share], 1)
 
     def sequence(
         self, obs: RawObservation, first: Tensor, recurrent_state: Tensor, ticks: Tensor

@@ -2,19 +2,23 @@
 
 D1 deliberates on a fixed clock (every `meta_period` ticks): it imagines the futures of its few
 likeliest goals in the world model and weighs them. Between those ticks a goal that has ended
-(target reached, too old, emergency) is replaced at once by D1's first thought, without imagination.
+(target reached, too old, emergency), or to which another one is now clearly preferred, is replaced
+at once by D1's first thought, without imagination.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.modules.contracts import METERS, Features, TownShape
+from pipeline.modules.contracts import LOOK, METERS, Features, TownShape
 
 LOGIT_CAP = 15.0
-PLACE_WIDTH = 16
+PLACE_WIDTH = 32
+PLACE_FACTS = 11
 
 
 class Policy(nn.Module):
@@ -26,11 +30,15 @@ class Policy(nn.Module):
         width: hidden units.
         goal_targets: float32 [G, 8] meter levels at which each goal counts as reached (0 = not
             asked for).
+        timetable: float32 [lifespan + 1, F, 3] of every tick of a life: ticks until each place
+            opens, ticks it then stays open, what a tick of using it costs.
         meta_period: ticks between deliberations, and the maximal age of a goal.
         emergency: level of energy or health under which a goal that does not serve it is dropped.
     """
 
     goal_targets: Tensor
+    posted: Tensor
+    posted_at: Tensor
 
     def __init__(
         self,
@@ -38,20 +46,29 @@ class Policy(nn.Module):
         belief_dim: int,
         width: int,
         goal_targets: Tensor,
+        timetable: Tensor,
         meta_period: int,
         emergency: float,
     ) -> None:
         super().__init__()
         self.shape, self.meta_period, self.emergency = shape, meta_period, emergency
         self.places = 2 * shape.num_affordances
+        self.exploring = shape.goal_names.index("explore")
+        self.age = shape.self_names.index("age")
         base = belief_dim + self.places + shape.self_dim + shape.num_goals
-        self.goal_prior = GoalScores(base, shape.num_affordances, shape.num_goals, width)
-        self.controller = mlp(base + shape.num_goals + 5, width, shape.num_actions)
+        elsewhere = shape.num_goals - shape.num_affordances
+        self.goal_prior = GoalScores(
+            base + elsewhere, shape.num_affordances, shape.num_goals, width
+        )
+        self.controller = mlp(base + shape.num_goals + 8, width, shape.num_actions)
         # How much an imagined advantage speaks for a goal: starts at no influence.
         self.future_weight = mlp(3, 16, 1)
         for parameter in self.future_weight[-1].parameters():
             nn.init.zeros_(parameter)
         self.register_buffer("goal_targets", goal_targets)
+        posted, posted_at = timetable.unique(dim=0, return_inverse=True)
+        self.register_buffer("posted", posted * posted.new_tensor([1 / 12, 1 / 12, 10.0]))
+        self.register_buffer("posted_at", posted_at)
 
     def _base(self, f: Features) -> Tensor:
         return torch.cat([f.mean, f.log_std, f.known_state, f.rivals], -1)
@@ -61,16 +78,31 @@ class Policy(nn.Module):
         offsets = f.mean[..., : self.places].unflatten(-1, (-1, 2))
         return offsets * offsets.new_tensor([self.shape.width, self.shape.height])
 
-    def prior_logits(self, f: Features) -> Tensor:
-        """float32 [., G] D1's first thought, before imagination."""
-        cells = self._cells(f)
+    def _hours(self, f: Features) -> Tensor:
+        """float32 [., F, 3] of the timetable now."""
+        tick = (f.known_state[..., self.age] * self.shape.lifespan).round().long()
+        return self.posted[self.posted_at[tick.clamp(0, self.shape.lifespan)]]
+
+    def _pursued(self, f: Features) -> Tensor:
+        """float32 [., G] one where a goal was pursued until now; zero in a life's first tick."""
+        return F.one_hot(f.pursued, self.shape.num_goals + 1)[..., :-1].to(f.mean.dtype)
+
+    def place_facts(self, f: Features) -> Tensor:
+        """float32 [., F, PLACE_FACTS] of every place: its offset, its doubt, how far it is, whether
+        the agent is there, how many others are expected to want it, whether it is the goal pursued
+        until now, the timetable."""
+        cells, count = self._cells(f), self.shape.num_affordances
         distance = cells.abs().sum(-1) / (self.shape.width + self.shape.height)
         there = (-4 * cells.square().sum(-1)).exp()
         spread = f.log_std.unflatten(-1, (-1, 2))
-        rivals = f.rivals[..., : self.shape.num_affordances]
-        each = torch.stack([distance, there, rivals], -1)
-        places = torch.cat([cells / 4, spread, each], -1)
-        return soft_cap(self.goal_prior(self._base(f), places))
+        each = [distance, there, f.rivals[..., :count], self._pursued(f)[..., :count]]
+        return torch.cat([cells / 4, spread, torch.stack(each, -1), self._hours(f)], -1)
+
+    def prior_logits(self, f: Features) -> Tensor:
+        """float32 [., G] D1's first thought, before imagination."""
+        elsewhere = self._pursued(f)[..., self.shape.num_affordances :]
+        base = torch.cat([self._base(f), elsewhere], -1)
+        return soft_cap(self.goal_prior(base, self.place_facts(f)))
 
     def goal_logits(
         self, prior: Tensor, candidates: Tensor, returns: Tensor, confidence: Tensor
@@ -92,19 +124,24 @@ class Policy(nn.Module):
         chosen = F.one_hot(goal, self.shape.num_goals).to(f.mean.dtype)
         is_place = (goal < self.shape.num_affordances).unsqueeze(-1)
         place = goal.clamp_max(self.shape.num_affordances - 1)[..., None, None]
-        place = place.expand(*goal.shape, 1, 2)
 
-        def of_place(pairs: Tensor) -> Tensor:
-            return torch.where(is_place, pairs.gather(-2, place).squeeze(-2), 0.0)
+        def of_place(facts: Tensor) -> Tensor:
+            index = place.expand(*goal.shape, 1, facts.shape[-1])
+            return torch.where(is_place, facts.gather(-2, index).squeeze(-2), 0.0)
 
-        offset = of_place(self._cells(f))
+        look = f.mean[..., self.places : self.places + LOOK - 1]
+        look = look * look.new_tensor([self.shape.width, self.shape.height])
+        explores = (goal == self.exploring).unsqueeze(-1)
+        offset = torch.where(explores, look, of_place(self._cells(f)))
         spread = of_place(f.log_std.unflatten(-1, (-1, 2)))
         there = is_place.squeeze(-1) * (-4 * offset.square().sum(-1)).exp()
-        target = torch.cat([offset.clamp(-4, 4) / 4, spread, there.unsqueeze(-1)], -1)
+        hours = of_place(self._hours(f))
+        target = torch.cat([offset.clamp(-4, 4) / 4, spread, there.unsqueeze(-1), hours], -1)
         return soft_cap(self.controller(torch.cat([self._base(f), chosen, target], -1)))
 
     def goal_ended(self, known_state: Tensor, goal: Tensor, age: Tensor) -> Tensor:
-        """bool [.]: the goal's target is reached, it is too old, or there is an emergency.
+        """bool [.]: there is none yet (age 0), its target is reached, it is too old, or there is an
+        emergency.
 
         An emergency is energy or health under the limit while the goal does not ask for it; it
         gives every goal two ticks, so that a way out can begin.
@@ -116,14 +153,15 @@ class Policy(nn.Module):
         low = torch.stack([meters[..., 0], meters[..., 6]], -1) < self.emergency
         served = torch.stack([asked[..., 0], asked[..., 6]], -1)
         emergency = (low & ~served).any(-1) & (age >= 2)
-        return reached | emergency | (age >= self.meta_period)
+        return reached | emergency | (age >= self.meta_period) | (age == 0)
 
 
 class GoalScores(nn.Module):
     """A score for every goal: of a place, by the whole state and by what is believed of the place.
 
     The last layers are shared by all places: what one place teaches about distance, doubt or
-    rivals holds for the others.
+    rivals holds for the others. They give each place a second number, what finding it would be
+    worth; together these speak for exploring, the last of the goals.
     """
 
     def __init__(self, base: int, places: int, goals: int, width: int) -> None:
@@ -132,23 +170,22 @@ class GoalScores(nn.Module):
             nn.Linear(base, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU()
         )
         self.needs = nn.Linear(width, places * PLACE_WIDTH)
-        self.offers = nn.Linear(7, PLACE_WIDTH, bias=False)
-        self.score = nn.Sequential(
-            nn.SiLU(), nn.Linear(PLACE_WIDTH, PLACE_WIDTH), nn.SiLU(), nn.Linear(PLACE_WIDTH, 1)
-        )
+        self.offers = nn.Linear(PLACE_FACTS, PLACE_WIDTH, bias=False)
+        self.score = nn.Sequential(nn.SiLU(), *mlp(PLACE_WIDTH, PLACE_WIDTH, 2))
         self.elsewhere = nn.Linear(width, goals - places)
 
     def forward(self, base: Tensor, places: Tensor) -> Tensor:
         """float32 [., G].
 
         Args:
-            base: float32 [., base]; places: float32 [., F, 7] offset, its doubt, distance, whether
-                the agent is there, how many others are expected to want it.
+            base: float32 [., base]; places: float32 [., F, PLACE_FACTS].
         """
         context = self.context(base)
         needs = self.needs(context).unflatten(-1, (-1, PLACE_WIDTH))
-        scores = self.score(needs + self.offers(places)).squeeze(-1)
-        return torch.cat([scores, self.elsewhere(context)], -1)
+        using, finding = self.score(needs + self.offers(places)).unbind(-1)
+        other, exploring = self.elsewhere(context).split([self.elsewhere.out_features - 1, 1], -1)
+        exploring = exploring + finding.logsumexp(-1, keepdim=True) - math.log(finding.shape[-1])
+        return torch.cat([using, other, exploring], -1)
 
 
 def soft_cap(logits: Tensor) -> Tensor:
@@ -172,8 +209,11 @@ class _Question(nn.Module):
 
 
 class PolicyPrior(_Question):
-    def forward(self, mean: Tensor, log_std: Tensor, known_state: Tensor, rivals: Tensor):
-        return (self.policy.prior_logits(Features(mean, log_std, known_state, rivals)),)
+    def forward(
+        self, mean: Tensor, log_std: Tensor, known_state: Tensor, rivals: Tensor, pursued: Tensor
+    ):
+        f = Features(mean, log_std, known_state, rivals, pursued)
+        return (self.policy.prior_logits(f),)
 
 
 class PolicyEnded(_Question):
@@ -188,6 +228,8 @@ class PolicyWeigh(_Question):
 
 class PolicyAct(_Question):
     def forward(
-        self, mean: Tensor, log_std: Tensor, known_state: Tensor, rivals: Tensor, goal: Tensor
-    ):
-        return (self.policy.action_logits(Features(mean, log_std, known_state, rivals), goal),)
+        self, mean: Tensor, log_std: Tensor, known_state: Tensor, rivals: Tensor, pursued: Tensor,
+        goal: Tensor,
+    ):  # fmt: skip
+        f = Features(mean, log_std, known_state, rivals, pursued)
+        return (self.policy.action_logits(f, goal),)

@@ -1,7 +1,10 @@
 """Module C: what do the others want, and what will they do next?
 
-One GRU reads each other agent's public cues and actions. It is trained with the true goals
-(privileged, as labels only); it acts on public information and on the agent's own belief.
+One GRU reads each other agent's public cues and actions. A goal that is a place is scored by what
+the GRU knows of the agent and by where the place lies for it: how far, how surely, whether it is
+there and whether it has been walking towards it. What one place teaches holds for the others. It is
+trained with the true goals (privileged, as labels only); it acts on public information and on the
+agent's own belief.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ from pipeline.modules.contracts import SocialPrediction, TownShape
 
 OFFSET_UNIT = 4.0  # others_offset is in units of 4 cells
 AGE_UNIT = 32.0  # the state's last number counts ticks since an agent was visible, in this unit
+HEADING_KEPT = 0.8  # per tick, of the steps towards a place
+STEPS = {"UP": (0.0, -1.0), "DOWN": (0.0, 1.0), "LEFT": (-1.0, 0.0), "RIGHT": (1.0, 0.0)}
+PLACE_WIDTH = 16
 UNSEEN_AFTER = 16.0  # ticks out of sight after which the reason is `unseen`
 CONFLICT_ENTROPY = 0.6  # share of the maximal entropy at which visible cues conflict
 
@@ -25,9 +31,12 @@ class Social(nn.Module):
 
     Args:
         shape: sizes of the town.
-        hidden: width of the GRU, per other agent. The state has one more number: ticks since the
-            agent was last visible, / 32.
+        hidden: width of the GRU, per other agent. The state has more numbers: for each place the
+            steps made towards it less those made away, fading; then the ticks since the agent was
+            last visible, / 32.
     """
+
+    steps: Tensor
 
     def __init__(self, shape: TownShape, hidden: int) -> None:
         super().__init__()
@@ -36,12 +45,20 @@ class Social(nn.Module):
         inputs = self.places * 2 + shape.num_cues + 1 + 2 + shape.num_actions + 1 + 3
         self.encoder = nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU())
         self.gru = nn.GRUCell(hidden, hidden)
-        self.goal = nn.Linear(2 * hidden, shape.num_goals)
+        f = shape.num_affordances
+        self.needs = nn.Linear(2 * hidden, f * PLACE_WIDTH)
+        self.offers = nn.Linear(7, PLACE_WIDTH, bias=False)
+        self.score = nn.Sequential(
+            nn.SiLU(), nn.Linear(PLACE_WIDTH, PLACE_WIDTH), nn.SiLU(), nn.Linear(PLACE_WIDTH, 1)
+        )
+        self.elsewhere = nn.Linear(2 * hidden, shape.num_goals - f)
+        steps = [STEPS.get(name, (0.0, 0.0)) for name in (*shape.action_names, "unknown")]
+        self.register_buffer("steps", torch.tensor(steps), persistent=False)
         self.next_action = nn.Linear(2 * hidden, shape.num_actions)
 
     @property
     def recurrent_dim(self) -> int:
-        return self.hidden + 1
+        return self.hidden + self.shape.num_affordances + 1
 
     def logits(
         self,
@@ -54,23 +71,42 @@ class Social(nn.Module):
         others_action: Tensor,
         recurrent_state: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """goal logits [., M, G], next action logits [., M, A], state [., M, hidden + 1]."""
-        m = self.shape.num_others
+        """goal logits [., M, G], next action logits [., M, A], state [., M, recurrent_dim]."""
+        m, f = self.shape.num_others, self.shape.num_affordances
         seen = visible.unsqueeze(-1).to(mean.dtype)
         size = mean.new_tensor([self.shape.width, self.shape.height])
         mine = mean[:, : self.places].unflatten(-1, (-1, 2)).unsqueeze(1)
-        theirs = (mine - (others_offset * OFFSET_UNIT / size).unsqueeze(2)).flatten(2)
+        apart = mine - (others_offset * OFFSET_UNIT / size).unsqueeze(2)
+        theirs = apart.flatten(2)
         spread = log_std[:, None, : self.places].expand(-1, m, -1)
         action = F.one_hot(others_action, self.shape.num_actions + 1).to(mean.dtype)
         clock = known_state[:, None, 10:13].expand(-1, m, -1)
         encoded = self.encoder(
             torch.cat([theirs * seen, spread, cues, seen, others_offset, action, clock], -1)
         )
-        hidden, age = recurrent_state.split([self.hidden, 1], -1)
+        hidden, heading, age = recurrent_state.split([self.hidden, f, 1], -1)
         hidden = self.gru(encoded.flatten(0, 1), hidden.flatten(0, 1)).unflatten(0, (-1, m))
         age = torch.where(visible.unsqueeze(-1), torch.zeros_like(age), age + 1 / AGE_UNIT)
         both = torch.cat([hidden, encoded], -1)
-        return self.goal(both), self.next_action(both), torch.cat([hidden, age], -1)
+
+        cells = apart * size
+        distance = cells.abs().sum(-1)
+        before = (cells + F.embedding(others_action, self.steps).unsqueeze(2)).abs().sum(-1)
+        heading = HEADING_KEPT * heading + seen * (before - distance)
+        there = seen * (-4 * cells.square().sum(-1)).exp()
+        far = seen * distance / (self.shape.width + self.shape.height)
+        places = torch.cat(
+            [
+                seen.unsqueeze(-1) * cells.clamp(-8, 8) / 4,
+                spread.unflatten(-1, (-1, 2)),
+                torch.stack([far, there, heading], -1),
+            ],
+            -1,
+        )
+        needs = self.needs(both).unflatten(-1, (f, PLACE_WIDTH))
+        score = self.score(needs + self.offers(places)).squeeze(-1)
+        goal = torch.cat([score, self.elsewhere(both)], -1)
+        return goal, self.next_action(both), torch.cat([hidden, heading, age], -1)
 
     def forward(
         self,
@@ -83,7 +119,7 @@ class Social(nn.Module):
         others_action: Tensor,
         recurrent_state: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """`SocialPrediction` fields, then the new state [., M, hidden + 1]."""
+        """`SocialPrediction` fields, then the new state [., M, recurrent_dim]."""
         goal, action, state = self.logits(
             mean,
             log_std,

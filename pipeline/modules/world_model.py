@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.modules.contracts import METERS, TownShape
+from pipeline.modules.contracts import LOOK, METERS, TownShape
 
 HOURS = 24
 PROGRESS = 10  # ticks of use that are told apart
@@ -101,10 +101,11 @@ class WorldModel(nn.Module):
 
     def __init__(self, shape: TownShape, latent: int, width: int, members: int) -> None:
         super().__init__()
-        self.shape, self.latent, self.members = shape, latent, members
+        # To this module all of the belief but the places is one latent.
+        self.shape, self.latent, self.members = shape, LOOK + latent, members
         f, k, a = shape.num_affordances, shape.self_dim, shape.num_actions
         self.places = 2 * f
-        d = self.places + latent
+        d = self.places + self.latent
         self.sizes = [d, self.places, k, 1, 1, a, 1, 1]
         inputs = d + self.places + k + f + a + 1
         self.layers = nn.ModuleList(

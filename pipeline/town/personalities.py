@@ -29,6 +29,7 @@ OTHER_DEFAULTS = {
     "foresight": 0.0,  # share counted of the wait for those who will be in the place before
     "rest_bonus": 0.0,  # added to the value per tick of resting
     "explore_rate": 0.01,  # value per tick of looking at unseen cells
+    "search": 0.0,  # if not 0, that value is what may be found, so many ticks beyond the next cell
     "wander": 0.0,  # probability that a stretch of ticks is spent wandering
 }
 
@@ -66,9 +67,10 @@ TRAIN = (
 HELD_OUT = ("recluse", "dreamer", "tycoon")
 EXPERTS = (
     "expert", "expert_ignoring", "expert_sightings", "expert_sightings_ignoring",
-    "expert_yesterday",
+    "expert_searching", "expert_yesterday",
 )  # fmt: skip
 IGNORING = {"occupied_wait": 0.0, "foresight": 0.0}  # what makes others not matter to a plan
+SEARCHING = {"search": 12.0}  # what makes what may be found matter to a plan
 BASELINES = ("random", "rest")
 NAMES = (*TRAIN, *HELD_OUT, *EXPERTS, *BASELINES)
 
@@ -99,6 +101,8 @@ def parameters(pack: Pack, name: str | AgentDNA) -> dict[str, float]:
         base |= pack.experts["expert"].parameters
     if name in pack.experts:
         base |= pack.experts[name].parameters
+    elif name == "expert_searching":
+        base |= parameters(pack, "expert_sightings") | SEARCHING
     elif name.endswith("_ignoring"):
         base |= parameters(pack, name.removesuffix("_ignoring")) | IGNORING
     if name in DNA:

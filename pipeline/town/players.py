@@ -4,7 +4,8 @@ For every place an agent could use, the planner foresees the walk, the wait for 
 it can stay and pay, and what its meters will then be; it goes where the gain in value per tick is
 largest, or rests, or explores. With `foresight` it plans again once it knows where the others want
 to go. All players are this planner with other parameters, apart from two baselines; an
-`expert_sightings` uses only places it has seen and foresees only whom it sees, an
+`expert_sightings` uses only places it has seen and counts only on whom it sees, an
+`expert_searching` knows no more but weighs what it may find against what it has found, an
 `expert_yesterday` believes the prices, hours, effects and drains of the phase before this one.
 Nothing is remembered but what the agent has seen, and that only where a player does not know the
 map: a started use and a chosen way are read from the state, so that a player can label states that
@@ -22,11 +23,13 @@ from torch import Tensor
 from pipeline.town import personalities
 from pipeline.town.config import BASE_ACTIONS
 from pipeline.town.counter import counter_uniform
+from pipeline.town.tables import ALWAYS, opening
 from pipeline.town.town import DOWN, INTERACT, LEFT, RIGHT, UP, WAIT, Town
+from pipeline.unseen import where_to_look
 
 STREAM_CHARACTER, STREAM_RANDOM, STREAM_WANDER = 4096, 4224, 8192
-ALWAYS = 1000  # ticks a place that never closes stays open
 STRETCH = 16  # ticks for which a wandering mood lasts
+SEEKERS = ("expert_sightings", "expert_searching")  # who know only what they have seen
 
 
 class Scripted:
@@ -66,7 +69,7 @@ class Scripted:
                 [[row[key] for key in personalities.parameter_names(town.pack)] for row in rows],
                 dtype=torch.float32,
             ),
-            sightings=[name.startswith("expert_sightings") for name in known],
+            sightings=[name.startswith(SEEKERS) for name in known],
             yesterday=[name == "expert_yesterday" for name in known],
             kinds=[
                 personalities.BASELINES.index(n) + 1 if n in personalities.BASELINES else 0
@@ -83,7 +86,7 @@ class Scripted:
         player = cls.__new__(cls)
         player.names, player.seed = (), None
         rows = len(table)
-        sightings, yesterday = name.startswith("expert_sightings"), name == "expert_yesterday"
+        sightings, yesterday = name.startswith(SEEKERS), name == "expert_yesterday"
         player._setup(town, table, [sightings] * rows, [yesterday] * rows, [0] * rows)
         return player
 
@@ -106,31 +109,12 @@ class Scripted:
         self._any_baseline = any(kinds)
         self._wanders = bool((table[:, self._keys.index("wander")] > 0).any())
         self._foresees = bool((table[:, self._keys.index("foresight")] > 0).any())
+        searches = (table[:, self._keys.index("search")] > 0).cpu()
+        self._searches = bool(searches.any())
+        self._strays = bool((~searches).any())
         self._cells = town.width * town.height
-        self._build_hours()
-
-    def _build_hours(self) -> None:
-        """Ticks until open and ticks left open, int64 [P * 24 * F] by phase, hour, affordance.
-
-        P is 1 where the hours are the same in all phases.
-        """
-        town = self.town
-        f = town.num_affordances
-        until, left = [], []
-        for row in town._open_bits.table[:, :f].tolist():
-            for hour in range(24):
-                for bits in row:
-                    opens = [bool(bits >> ((hour + k) % 24) & 1) for k in range(48)]
-                    if not town.pack.temporal or all(opens):
-                        until.append(0)
-                        left.append(ALWAYS)
-                        continue
-                    wait = opens.index(True) if any(opens) else ALWAYS
-                    until.append(wait)
-                    after = opens[wait:] if wait < ALWAYS else [False]
-                    left.append(after.index(False) if False in after else ALWAYS)
-        self._until = torch.tensor(until, device=town.device)
-        self._left = torch.tensor(left, device=town.device)
+        until, left = opening(town.pack)
+        self._until, self._left = until.flatten().to(town.device), left.flatten().to(town.device)
 
     # ------------------------------------------------------------------ interface
 
@@ -172,6 +156,13 @@ class Scripted:
             actions, goals = self._baselines(state, s, character, actions, goals)
         actions = torch.where(s["alive"], actions, WAIT)
         return actions.t(), goals.t(), TensorDict(updated, batch_size=state.batch_size)
+
+    def watch(self, state: TensorDict, memory: TensorDict) -> TensorDict:
+        """The memory after a tick in which nobody is asked to act."""
+        if not self._any_sightings:
+            return memory
+        seen = self._look(self.town._unpack_state(state), memory["seen"])
+        return memory.replace(seen=seen.transpose(0, 1))
 
     # ------------------------------------------------------------------ parts
 
@@ -231,10 +222,15 @@ class Scripted:
         walk = (to_x.abs() + to_y.abs() - limit).clamp(min=0)
         here = place == each
         walk = torch.where(here, 0, walk)
-        slot = phase * 24 if len(town._open_bits.phases) > 1 else phase * 0
-        arrival = (s["hour"] + walk) % 24
-        wait = self._until[(slot + arrival) * f + each]
-        open_left = self._left[(slot + (arrival + wait) % 24) * f + each]
+        slot = phase * 24
+
+        def opened(walk: Tensor) -> tuple[Tensor, Tensor]:
+            """Ticks to wait after a walk of so many ticks, and ticks it is open then."""
+            arrival = (s["hour"] + walk) % 24
+            wait = self._until[(slot + arrival) * f + each]
+            return wait, self._left[(slot + (arrival + wait) % 24) * f + each]
+
+        wait, open_left = opened(walk)
         arrives = (walk + wait).float()
         engaged = here & (s["progress"] > 0) & (last == each)
         reach = arrives
@@ -242,6 +238,10 @@ class Scripted:
             inside = torch.where(s["alive"], place, -1)
             at = (inside == each).int()
             crowd = at.sum(1, keepdim=True) - at
+            if seen is not None:
+                near = self._apart(x, y) <= town.pack.cue_distance  # [rival, N, B]
+                noticed = (at.unsqueeze(2) * near).sum(1) - at
+                crowd = torch.where(needs_sight, noticed, crowd)
             reach = reach + torch.where(engaged, 0.0, crowd * p["occupied_wait"])
         duration = column(town._duration) if pack.temporal else torch.ones_like(each)
         done = torch.where((last == each) & (s["progress"] > 0), s["progress"], 0)
@@ -252,10 +252,13 @@ class Scripted:
                 usable = usable & ((each != number) | town._holds(test, meters))
         if seen is not None:
             known = seen.gather(2, target[:, 0].t()[None].expand(len(x), -1, -1)).permute(2, 0, 1)
+            hidden = usable & ~known
             usable = usable & (known | ~needs_sight)
         towards = self._headed(s["last_action"], to_x, to_y) | (here & (done > 0))
 
-        def weigh(reach: Tensor) -> tuple[Tensor, Tensor]:
+        def weigh(
+            reach: Tensor, walk: Tensor, open_left: Tensor, usable: Tensor
+        ) -> tuple[Tensor, Tensor]:
             """Gain in value per tick of each use begun in `reach` ticks, and its ticks."""
             stay = torch.minimum(remaining, open_left)
             for index, price in enumerate(town._price):
@@ -290,12 +293,13 @@ class Scripted:
             rate = rate + torch.where(towards, p["persistence"] * rate.abs(), 0.0)
             return torch.where(possible, rate, -1e9), ticks
 
-        rate, ticks = weigh(reach)
+        rate, ticks = weigh(reach, walk, open_left, usable)
         rest_rate, rest_action = self._rest(p, meters, phase)
         if self._foresees:
             arrives = torch.where(engaged, -0.5, arrives)
             delay = self._delay(s, rate, rest_rate, arrives, ticks, needs_sight)
-            rate, _ = weigh(reach + torch.where(engaged, 0.0, delay * p["foresight"]))
+            later = reach + torch.where(engaged, 0.0, delay * p["foresight"])
+            rate, _ = weigh(later, walk, open_left, usable)
         best_rate, best = rate.max(0)
 
         # Resting, exploring.
@@ -314,16 +318,28 @@ class Scripted:
             ),
         )
         if seen is not None:
-            away = self._cells * 4
-            cell = torch.arange(self._cells, device=x.device)
-            cx, cy = cell % town.width - x[..., None], cell // town.width - y[..., None]
-            cost = cx.abs() + cy.abs() + torch.where(seen, away, 0)
-            nearest = cost.argmin(-1, keepdim=True)
-            unseen = (cost.gather(-1, nearest)[..., 0] < away) & needs_sight
-            explores = unseen & (p["explore_rate"] > torch.maximum(best_rate, rest_rate))
-            step = self._step_towards(
-                cx.gather(-1, nearest)[..., 0], cy.gather(-1, nearest)[..., 0]
-            )
+            unseen = ~seen.all(-1) & needs_sight
+            worth = p["explore_rate"]
+            if self._strays:  # to the nearest cell that it has not seen
+                away = self._cells * 4
+                cell = torch.arange(self._cells, device=x.device)
+                cx, cy = cell % town.width - x[..., None], cell // town.width - y[..., None]
+                nearest = (cx.abs() + cy.abs() + torch.where(seen, away, 0)).argmin(-1, True)
+                look_x, look_y = cx.gather(-1, nearest)[..., 0], cy.gather(-1, nearest)[..., 0]
+            if self._searches:
+                # What is hidden, as if it were to be used after a search that is not in vain.
+                hides = (~seen).float().unflatten(-1, (town.height, town.width))
+                there_x, there_y = where_to_look(hides, x, y, town.vision)
+                far = there_x.abs() + there_y.abs() + p["search"].long()
+                far = far.expand(f, *far.shape)
+                wait, open_left = opened(far)
+                found, _ = weigh((far + wait).float(), far, open_left, hidden & (wait < ALWAYS))
+                searches = p["search"] > 0
+                look_x = torch.where(searches, there_x, look_x) if self._strays else there_x
+                look_y = torch.where(searches, there_y, look_y) if self._strays else there_y
+                worth = torch.where(searches, found.amax(0), worth)
+            explores = unseen & (worth > torch.maximum(best_rate, rest_rate))
+            step = self._step_towards(look_x, look_y)
             action = torch.where(explores, step, action)
             goal = torch.where(explores, f + 1, goal)
         if self._wanders:
@@ -359,20 +375,24 @@ class Scripted:
             ticks: f32 [F, N, B] how long it would stay.
             needs_sight: bool [N, B].
         """
-        x, y = s["position"]
+        near = self._apart(*s["position"].unbind(0)) <= self.town.pack.cue_distance
         best_rate, best = rate.max(0)
         wants = s["alive"] & (best_rate > rest_rate)
         delay = torch.zeros_like(arrives)
         for rival in range(self.town.num_agents):
-            goal = best[rival].expand(1, *x.shape)  # [1, N, B]
+            goal = best[rival].expand(1, *best.shape)  # [1, N, B]
             mine, worth = arrives.gather(0, goal)[0], rate.gather(0, goal)[0]
             until = mine[rival].clamp(min=0.0) + ticks.gather(0, goal)[0, rival]
             first = (mine[rival] < mine) | ((mine[rival] == mine) & (worth[rival] > worth))
-            apart = torch.maximum((x[rival] - x).abs(), (y[rival] - y).abs())
-            first = first & wants[rival] & (~needs_sight | (apart <= self.town.pack.cue_distance))
+            first = first & wants[rival] & (~needs_sight | near[rival])
             wait = torch.where(first, (until - mine).clamp(min=0.0), 0.0)
             delay.scatter_add_(0, goal, wait[None])
         return delay
+
+    @staticmethod
+    def _apart(x: Tensor, y: Tensor) -> Tensor:
+        """Cells between any two agents, the larger of both ways: [N, N, B]."""
+        return torch.maximum((x.unsqueeze(1) - x).abs(), (y.unsqueeze(1) - y).abs())
 
     def _drain(self, name: str, meters: list[Tensor], phase: Tensor) -> Tensor | float:
         """What a meter loses per tick if nothing is done, cascades aside."""

@@ -8,6 +8,8 @@ from torch import Tensor
 from pipeline.town.config import Affordance, Pack
 from pipeline.town.counter import mix, tick_hash, to_unit
 
+ALWAYS = 1000  # ticks a place that never closes stays open
+
 
 class Column:
     """One number per affordance code (and per phase of the schedule), looked up by code.
@@ -88,6 +90,46 @@ def phase_packs(pack: Pack) -> list[Pack]:
 def open_bits(affordance: Affordance) -> int:
     """24 bits; bit h set when the affordance is open at hour h."""
     return sum(1 << hour for hour in range(24) if affordance.is_open(hour))
+
+
+def opening(pack: Pack) -> tuple[Tensor, Tensor]:
+    """Ticks until each place opens and ticks it then stays open, both int64 [P, 24, F] by phase of
+    the schedule and hour; ALWAYS until a place that never opens does."""
+    until, left = [], []
+    for phase in phase_packs(pack):
+        for hour in range(24):
+            for bits in map(open_bits, phase.affordances):
+                opens = [bool(bits >> ((hour + k) % 24) & 1) for k in range(48)]
+                if not pack.temporal or all(opens):
+                    until.append(0)
+                    left.append(ALWAYS)
+                    continue
+                wait = opens.index(True) if any(opens) else ALWAYS
+                until.append(wait)
+                after = opens[wait:] if wait < ALWAYS else [False]
+                left.append(after.index(False) if False in after else ALWAYS)
+    size = (-1, 24, len(pack.affordances))
+    return torch.tensor(until).view(size), torch.tensor(left).view(size)
+
+
+def timetable(pack: Pack) -> Tensor:
+    """What everybody in the town knows of each place, by tick of a life: float32 [ticks, F, 3].
+
+    The ticks until it opens, the ticks it then stays open (both at most 24), and the money that a
+    tick of using it costs (the whole use, where uses take no time).
+    """
+    until, left = opening(pack)
+    cost = torch.tensor(
+        [
+            [sum((a.price_per_tick if pack.temporal else a.price).values()) for a in p.affordances]
+            for p in phase_packs(pack)
+        ]
+    )
+    tick = torch.arange(pack.lifespan + 1)
+    phase = sum((tick >= change.tick).long() for change in pack.schedule) + torch.zeros_like(tick)
+    hour = (pack.start_hour + tick) % 24
+    hours = (until[phase, hour].clamp(max=24).float(), left[phase, hour].clamp(max=24).float())
+    return torch.stack([*hours, cost[phase].float()], -1)
 
 
 def draw_layouts(pack: Pack, num_layouts: int, layout_seed: int) -> Tensor:

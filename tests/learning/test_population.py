@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from pathlib import Path
 
@@ -48,13 +49,12 @@ def town():
 
 def another(policy: Policy, seed: int) -> Policy:
     """A module D of the same sizes with other weights."""
-    shape, base = policy.shape, policy.goal_prior.context[0].in_features
-    belief = base - policy.places - shape.self_dim - shape.num_goals
     torch.manual_seed(seed)
-    width = policy.goal_prior.context[0].out_features
-    return Policy(
-        shape, belief, width, policy.goal_targets, policy.meta_period, policy.emergency
-    ).requires_grad_(False)
+    other = copy.deepcopy(policy)
+    for layer in other.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.reset_parameters()
+    return other.requires_grad_(False)
 
 
 def seat(mind: Mind, town: Town, blank, policy: Policy, first: int, last: int) -> Selves:

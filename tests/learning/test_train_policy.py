@@ -140,6 +140,27 @@ def test_the_expert_is_asked_where_agents_deliberate_and_says_what_it_would_anyw
     assert torch.equal(silent["expert_goal"].unflatten(0, (12, -1)), everyone)
 
 
+def test_where_the_expert_acts_its_goal_is_the_one_that_is_pursued():
+    """Else an agent would learn what to pursue next from goals that nobody pursued."""
+    town, sizes = Town(load_pack("l4_contention"), num_layouts=8), load_params(TINY).policy
+    shape = TownShape.of(town)
+    mind, blank = new_mind(town, sizes)
+    expert = Scripted(town, ["expert"], 0)
+    learner = Learner(town, shape, mind, Critic(shape, 8), expert)
+    world = town.reset(3, 12)
+    memory, driven = Memory(blank(12), expert.reset(world)), torch.arange(12) < 6
+    assert not memory.agent.goal_age.any()
+    led, pursued = driven.repeat_interleave(4), torch.full((48,), shape.num_goals)
+    for _ in range(3):
+        action, after, record = learner.act(world, town.observe(world), memory, None, driven)
+        assert torch.equal(record["f_pursued"], pursued)
+        pursued = after.agent.goal
+        assert torch.equal(pursued[led], record["expert_goal"][led])
+        assert torch.equal(pursued[~led], record["goal"][~led])
+        assert (pursued != record["expert_goal"])[~led].any()
+        world, memory = town.step_core(world, action), after
+
+
 def test_the_expert_goes_on_teaching_while_ppo_runs(tmp_path):
     """PPO that is told the expert's goals comes to choose them; PPO alone does not."""
     town = Town(load_pack("l4_contention"), num_layouts=8)

@@ -19,7 +19,7 @@ from pipeline.learning.train_world_model import (
     rank_correlation,
     train_world_model,
 )
-from pipeline.modules.contracts import METERS, TownShape
+from pipeline.modules.contracts import LOOK, METERS, TownShape
 from pipeline.modules.world_model import WorldModel, level
 from pipeline.ort import open_unchecked
 from pipeline.params import WorldModelParams
@@ -51,7 +51,7 @@ def live(shape, refused: float) -> Any:
     stands = torch.rand(size, generator=rng) < 0.5
     energy = 0.3 + 0.7 * torch.rand(size, generator=rng)
     alive = torch.ones(size, dtype=torch.bool)
-    mean = torch.full((*size, 2 * shape.num_affordances + LATENT), 0.4)
+    mean = torch.full((*size, 2 * shape.num_affordances + LOOK + LATENT), 0.4)
     mean[..., :2] = torch.where(stands, 0.0, 0.4).unsqueeze(-1)
     log_std = torch.full_like(mean, -3.9)
     interact = shape.action_names.index("INTERACT")
@@ -201,7 +201,7 @@ def sharp(shape, seed: int) -> WorldModel:
 
 def test_the_frozen_graph_runs_in_bfloat16_too(shape, tmp_path):
     """As in the policy's rollouts, where what a network says is half a number's width."""
-    model, d = sharp(shape, 2), 2 * shape.num_affordances + LATENT
+    model, d = sharp(shape, 2), 2 * shape.num_affordances + LOOK + LATENT
     rng = torch.Generator().manual_seed(4)
     values = [
         torch.rand(4, d, generator=rng) - 0.5,
@@ -227,7 +227,7 @@ def test_the_frozen_graph_runs_in_bfloat16_too(shape, tmp_path):
 def test_ten_imagined_ticks_are_the_same_in_onnx_runtime(shape):
     """Each runtime is fed its own predictions: what enlarges rounding would show."""
     model, rng = sharp(shape, 1), torch.Generator().manual_seed(6)
-    d, batch = 2 * shape.num_affordances + LATENT, 256
+    d, batch = 2 * shape.num_affordances + LOOK + LATENT, 256
 
     def start(*size):
         return torch.rand(batch, *size, generator=rng)

@@ -9,6 +9,7 @@ import torch
 
 from pipeline.export.frozen import freeze, load_frozen, prove_parity
 from pipeline.files import HamletError
+from pipeline.modules.contracts import LOOK
 from pipeline.modules.perception import Perception
 from pipeline.modules.policy import Policy, PolicyAct, PolicyEnded, PolicyPrior, PolicyWeigh
 from pipeline.modules.social import Social
@@ -27,7 +28,7 @@ def rows(module: str, shape, batch: int, rng: torch.Generator) -> dict[str, torc
 
     features = {
         "mean": real(d), "log_std": real(places), "known_state": real(shape.self_dim).sigmoid(),
-        "rivals": real(shape.num_goals).abs(),
+        "rivals": real(shape.num_goals).abs(), "pursued": whole(shape.num_goals + 1),
     }  # fmt: skip
     others = {
         "cues": whole(2, m, shape.num_cues).float(),
@@ -49,7 +50,7 @@ def rows(module: str, shape, batch: int, rng: torch.Generator) -> dict[str, torc
         "social": {
             "mean": real(d), "log_std": real(d), "known_state": features["known_state"],
             **others, "others_action": whole(shape.num_actions + 1, m),
-            "recurrent_state": torch.zeros(batch, m, 17),
+            "recurrent_state": torch.zeros(batch, m, 17 + shape.num_affordances),
         },
         "prior": features,
         "ended": {
@@ -67,10 +68,11 @@ def rows(module: str, shape, batch: int, rng: torch.Generator) -> dict[str, torc
 def make(name: str, shape):
     """The module with weights that say something, and state input -> state output."""
     targets = (torch.rand(shape.num_goals, 8) > 0.8) * 0.95
-    policy = Policy(shape, 2 * shape.num_affordances + 4, 24, targets, 4, 0.2)
+    hours = torch.rand(shape.lifespan + 1, shape.num_affordances, 3)
+    policy = Policy(shape, 2 * shape.num_affordances + 4, 24, targets, hours, 4, 0.2)
     modules = {
         "perception": (Perception(shape, 16, 4), {6: 4}),
-        "world_model": (WorldModel(shape, 4, 24, 3), {}),
+        "world_model": (WorldModel(shape, 4 - LOOK, 24, 3), {}),
         "social": (Social(shape, 16), {7: 4}),
         "prior": (PolicyPrior(policy), {}),
         "ended": (PolicyEnded(policy), {}),
@@ -120,7 +122,7 @@ def test_parity_tells_another_module_apart(shape, tmp_path):
     module, states = write("social", shape, tmp_path / "m.pt2")
     frozen, _ = load_frozen(tmp_path / "m.pt2")
     with torch.no_grad():
-        module.goal.bias[0] += 0.01
+        module.elsewhere.bias[0] += 0.01
     worst = prove_parity(
         module, frozen, lambda b, rng: tuple(rows("social", shape, b, rng).values()),
         states, ticks=2, seed=3,

@@ -6,22 +6,23 @@ import pytest
 import torch
 
 from pipeline.learning.losses import log_prob_of, masked_logits
-from pipeline.modules.agent import AgentState, Mind, Thoughts
+from pipeline.modules.agent import AgentState, Mind, Thoughts, tempted
 from pipeline.modules.contracts import Features, observation_from
 from pipeline.modules.perception import Perception
 from pipeline.modules.policy import Policy
 from pipeline.modules.social import Social
 from pipeline.modules.world_model import WorldModel
+from pipeline.town.tables import timetable
 
 PERIOD, WORLDS = 4, 6
 
 
 @pytest.fixture
-def mind(shape):
+def mind(town, shape):
     perception, world_model = Perception(shape, 16, 4), WorldModel(shape, 4, 24, 3)
     targets = torch.zeros(shape.num_goals, 8)
     targets[torch.arange(8), torch.arange(8)] = 0.9
-    policy = Policy(shape, perception.belief_dim, 24, targets, PERIOD, 0.2)
+    policy = Policy(shape, perception.belief_dim, 24, targets, timetable(town.pack), PERIOD, 0.2)
     torch.nn.init.normal_(policy.future_weight[-1].weight, std=2.0)  # imagination matters
     torch.nn.init.normal_(perception.location_table.weight, std=0.1)
     mind = Mind(perception, world_model, Social(shape, 8), policy, candidates=3, horizon=3)
@@ -38,7 +39,7 @@ def moment(town, shape, mind):
     slots = WORLDS * shape.num_agents
     state = AgentState(
         torch.cat([torch.randn(slots, 16, generator=rng), torch.zeros(slots, shape.num_cells)], 1),
-        torch.randn(slots, shape.num_others, 9, generator=rng),
+        torch.randn(slots, shape.num_others, mind.read_others.recurrent_dim, generator=rng),
         torch.randint(shape.num_goals, (slots,), generator=rng),
         torch.randint(6, (slots,), generator=rng),
         torch.arange(slots),
@@ -136,8 +137,8 @@ def test_an_illegal_action_is_never_taken_or_imagined_first(mind, moment):
     out = mind(*obs._replace(action_mask=only), *state)
     assert (out[0] == 5).all()
     future, _ = mind.imagine(
-        mind.sense(obs, state.belief, state.social)[0].log_std,
-        mind.sense(obs, state.belief, state.social)[3],
+        mind.sense(obs, state)[0].log_std,
+        mind.sense(obs, state)[3],
         only,
         torch.zeros(len(state.goal), 3, dtype=torch.int64),
     )
@@ -159,6 +160,7 @@ def test_a_batch_is_its_rows(mind, moment):
         ({0: 0.95}, 0, 1, True),  # its target is reached
         ({0: 0.5}, 0, 1, False),
         ({0: 0.5}, 0, PERIOD, True),  # too old
+        ({0: 0.5}, 0, 0, True),  # there is none yet
         ({0: 0.1}, 0, 2, False),  # low energy, but the goal serves it
         ({0: 0.1}, 1, 2, True),  # an emergency
         ({0: 0.1}, 1, 1, False),  # which gives every goal two ticks
@@ -172,3 +174,42 @@ def test_when_a_goal_ends(mind, shape, meters, goal, age, ended):
     known[0, 1] = min(known[0, 1], 0.5)
     got = mind.policy.goal_ended(known, torch.tensor([goal]), torch.tensor([age]))
     assert got.tolist() == [ended]
+
+
+def test_the_first_thought_knows_what_is_pursued_and_what_is_open(mind, moment, shape):
+    obs, state = moment
+    young = state._replace(goal_age=torch.zeros_like(state.goal_age))
+    f, at_birth = mind.sense(obs, state)[3], mind.sense(obs, young)[3]
+    assert (at_birth.pursued == shape.num_goals).all()
+    assert torch.equal(f.pursued[state.goal_age > 0], state.goal[state.goal_age > 0])
+    thought = mind.policy.prior_logits
+    for goal in range(shape.num_goals):
+        pursuing = f._replace(pursued=torch.full_like(f.pursued, goal))
+        assert not torch.equal(thought(pursuing), thought(at_birth)), goal
+
+    known = f.known_state.clone()
+    age = shape.self_names.index("age")
+    hours = []
+    for tick in (0, 12):  # the same hour half a day later, but for what is posted
+        known[:, age] = tick / shape.lifespan
+        hours.append(mind.policy.place_facts(f._replace(known_state=known))[0, :, -3:])
+    assert not torch.equal(*hours)
+
+
+def test_a_goal_is_dropped_for_one_that_is_clearly_preferred(mind, moment, shape):
+    """And kept while none is, whatever the first thought would choose anew."""
+    prior = torch.tensor([[0.0, 0.9, -3.0], [0.0, 1.1, -3.0], [0.0, 1.1, -3.0]])
+    assert tempted(prior, torch.tensor([0, 0, 1])).tolist() == [False, True, False]
+    obs, state = moment
+    state = state._replace(clock=torch.ones_like(state.clock), goal_age=torch.ones_like(state.goal))
+    f = mind.sense(obs, state)[3]
+    wanted = mind.policy.prior_logits(f).argmax(-1)
+    content, torn = state._replace(goal=wanted), state._replace(goal=(wanted + 1) % shape.num_goals)
+    open_ended = ~mind.policy.goal_ended(f.known_state, wanted, state.goal_age)
+    assert open_ended.any()
+    for pursuing in (content, torn):
+        prior = mind.policy.prior_logits(mind.sense(obs, pursuing)[3])
+        expected = torch.where(tempted(prior, pursuing.goal), prior.argmax(-1), pursuing.goal)
+        ended = mind.policy.goal_ended(f.known_state, pursuing.goal, pursuing.goal_age)
+        goal = mind(*obs, *pursuing)[3]
+        assert torch.equal(goal[~ended], expected[~ended])

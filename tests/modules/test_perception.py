@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.modules.contracts import RawObservation, observation_from
+from pipeline.modules.contracts import LOOK, RawObservation, observation_from
 from pipeline.modules.perception import PLACE_STD_MIN, Perception, PerceptionHeads
 
 
@@ -51,6 +51,23 @@ def test_sequence_is_forward_tick_by_tick(shape, recorded):
         torch.testing.assert_close(log_std[row], beliefs[t].log_std, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(after, state, atol=1e-5, rtol=1e-5)
     assert logits.shape == (4, 12, shape.num_cells, shape.num_affordances)
+
+
+def test_the_belief_tells_where_to_look(town, shape):
+    module = Perception(shape, hidden=16, latent=4)
+    obs = observation_from(town.observe(town.reset(9, 4)), 2)
+    with torch.no_grad():
+        belief = module(*obs[:6], torch.zeros(len(obs.view), module.recurrent_dim))
+    told = belief.mean[:, 2 * shape.num_affordances :][:, :LOOK]
+    assert torch.equal(told, module.look(belief.recurrent_state[:, 16:], obs.self_state))
+    size = torch.tensor([shape.width, shape.height])
+    x, y = module.position(obs.self_state)
+    spot = (told[:, :2] * size).round().long() + torch.stack([x, y], 1)
+    memory = belief.recurrent_state[:, 16:].unflatten(1, (shape.height, shape.width))
+    for row, (column, line), share in zip(memory, spot.tolist(), told[:, 2].tolist(), strict=True):
+        near = row[max(0, line - 2) : line + 3, max(0, column - 2) : column + 3]
+        assert (near == 0).any()  # something new is to be seen from there
+        assert share == pytest.approx((row == 0).float().mean().item())
 
 
 def test_memory_is_the_true_map_where_the_agent_has_looked(town, shape):

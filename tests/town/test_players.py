@@ -92,6 +92,54 @@ def test_own_sightings_foresee_only_whom_they_see():
         assert found[0].tolist() == expected
 
 
+def test_own_sightings_count_only_on_a_user_they_see():
+    """Agent 1 stands in the meal, four steps from agent 0, which knows the street."""
+    needs = {"occupied_wait": 50.0, "persistence": 0.0, "foresight": 0.0, "explore_rate": 0.0}
+    for sight, expected in ((3, MEAL), (4, BED)):
+        town = street(agents=2, cue_distance=sight)
+        state = standing(town, 14, 10, satiation=0.2, energy=0.75)
+        state["tick"][:] = 1
+        row = personalities.parameters(town.pack, "expert") | needs
+        table = torch.tensor([[row[key] for key in personalities.parameter_names(town.pack)]])
+        for name, wanted in (("expert_sightings", expected), ("expert", BED)):
+            players = Scripted.from_parameters(town, table, name)
+            memory = players.reset(state)
+            if name != "expert":
+                memory["seen"][:] = True
+            assert players.act(state, memory)[1][0, 0] == wanted
+
+
+def test_who_searches_weighs_what_may_be_found_against_what_is_known():
+    """Tired, having seen the meal only: it looks for the bed, unless the search is long."""
+    town = street(agents=1)
+    state = standing(town, 8, energy=0.3, satiation=0.9)
+    state["tick"][:] = 1
+    for search, explores in ((2.0, True), (200.0, False)):
+        row = personalities.parameters(town.pack, "expert") | {"search": search}
+        table = torch.tensor([[row[key] for key in personalities.parameter_names(town.pack)]])
+        players = Scripted.from_parameters(town, table, "expert_searching")
+        memory = players.reset(state)
+        memory["seen"][..., :13] = True
+        memory["seen"][..., 40:53] = True
+        actions, found, _ = players.act(state, memory)
+        assert (found[0, 0] == town.num_goals - 1) == explores
+        if explores:
+            assert actions[0, 0] == RIGHT
+
+
+def test_what_is_watched_is_what_acting_sees():
+    town = Town(load_pack("l7_scarce"), num_layouts=16)
+    players = Scripted(town, ["expert_searching"])
+    state = town.reset(3, 4)
+    acting = watching = players.reset(state)
+    for _ in range(8):
+        actions, _, acting = players.act(state, acting)
+        watching = players.watch(state, watching)
+        state = town.step_core(state, actions)
+    assert torch.equal(acting["seen"], watching["seen"])
+    assert acting["seen"].float().mean() > 0.12  # more than one look
+
+
 def test_foresight_zero_is_the_player_without_it():
     """Rows without foresight act the same bits whether or not another row of the table has it."""
     town = Town(load_pack("l4_contention"), num_layouts=16)

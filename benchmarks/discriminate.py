@@ -30,10 +30,14 @@ from pipeline.town.config import Pack
 from pipeline.town.tune import HELD_OUT_LAYOUTS, play
 
 RESULTS = Path(__file__).parent / "results" / "discriminate.json"
-REQUIRED = {"expert_sightings": 0.15, "expert_ignoring": 0.10, "expert_yesterday": 0.10}
+REQUIRED = {
+    "expert_sightings": 0.15, "expert_searching": 0.15, "expert_ignoring": 0.10,
+    "expert_yesterday": 0.10,
+}  # fmt: skip
 KINDS = {
     "expert": "the full-map expert",
     "expert_sightings": "acts on own sightings only",
+    "expert_searching": "the same, but looks where most is new and weighs what it may find",
     "expert_ignoring": "ignores where others are and are going",
     "expert_yesterday": "assumes the previous phase's prices and hours",
     "rest": "always rests",

@@ -190,7 +190,7 @@ def _stages() -> Iterator[Check]:
     if find_spec("dvc") is None or not Path("dvc.yaml").is_file():
         return
     done = subprocess.run(
-        [sys.executable, "-m", "dvc", "status", "--json"],
+        [sys.executable, "-m", "dvc", "status", "dvc.yaml", "--json"],
         capture_output=True,
         text=True,
         check=False,

@@ -1,0 +1,367 @@
+"""Does every module matter? Module D trained anew without one of them, for as many ticks.
+
+    dvc repro benchmarks/dvc.yaml                       # every cell, then the table and the plot
+    python -m benchmarks.study cell no_social 1         # one cell: a variant and a seed
+    python -m benchmarks.study report                   # the table and the plot of what there is
+
+Needs the frozen perception, world model and social model of the pipeline (`dvc repro`). A cell
+trains module D as `params.yaml` has it but for fewer worlds and iterations (SHARES), the same for
+all variants, and plays the held-out worlds with it; it is kept as JSON in `results/study`, and one
+that was stopped goes on where it was. The last line of a cell is JSON: its mean return and its
+95 % interval over worlds. The report's intervals are over seeds, paired with the whole agent's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import torch
+from rich.progress import track
+from tensordict import TensorDict
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.monolith import MonolithLives, train_monolith
+from pipeline.export.frozen import load_frozen
+from pipeline.files import HamletError, atomic_path, read_json, sha256_json, write_json
+from pipeline.learning.rollout import Record, evaluate, fused_step
+from pipeline.learning.train_policy import (
+    ACTION_STREAM,
+    GOAL_STREAM,
+    first_state,
+    forget,
+    goal_targets,
+    gumbel,
+    train_policy,
+)
+from pipeline.modules.agent import AgentState, Mind
+from pipeline.modules.contracts import (
+    BeliefDistribution,
+    Features,
+    ImaginedFuture,
+    RawObservation,
+    SocialPrediction,
+    TownShape,
+    observation_from,
+)
+from pipeline.modules.policy import LOGIT_CAP, PLACE_FACTS, Policy, mlp, soft_cap
+from pipeline.params import Params, load_params
+from pipeline.town import Scripted, Town
+from pipeline.town.tables import timetable
+from stages import paths
+from stages.collect import make_town
+from stages.common import threads
+from stages.evaluate import EVALUATION_SEED
+
+RESULTS = Path(__file__).parent / "results" / "study"
+SHARES = {"worlds": 0.5, "imitation_iterations": 0.5, "ppo_iterations": 0.25}
+HELD_OUT_WORLDS = 64
+T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # by degrees of freedom
+VARIANTS = {
+    "full": "the whole agent",
+    "no_memory": "beliefs from what is in view only",
+    "no_imagination": "goals chosen by the first thought",
+    "no_social": "nobody's goals are guessed",
+    "random_goals": "goals drawn at random",
+    "flat": "no goals: actions chosen at once",
+    "monolith": "a rival: one recurrent network, end to end",
+}
+
+
+class StudiedMind(Mind):
+    """The mind without what a variant lacks."""
+
+    variant: str
+
+    def sense(
+        self, obs: RawObservation, state: AgentState
+    ) -> tuple[BeliefDistribution, SocialPrediction, Tensor, Features]:
+        if self.variant == "no_memory":
+            state = state._replace(belief=torch.zeros_like(state.belief))
+        belief, social, social_state, f = super().sense(obs, state)
+        if self.variant == "no_social":
+            f = f._replace(rivals=torch.zeros_like(f.rivals))
+        return belief, social, social_state, f
+
+    def imagine(
+        self, belief_log_std: Tensor, f: Features, mask: Tensor, candidates: Tensor
+    ) -> tuple[ImaginedFuture, Tensor]:
+        if self.variant not in ("no_imagination", "flat"):
+            return super().imagine(belief_log_std, f, mask, candidates)
+        nothing = torch.zeros(candidates.shape)
+        each = nothing.unsqueeze(-1)
+        known = f.known_state[:, None, None].expand(-1, candidates.shape[1], -1, -1)
+        reason = torch.zeros_like(candidates)
+        future = ImaginedFuture(reason[..., None], known, each, each, each, nothing, reason)
+        return future, nothing
+
+
+class RandomGoals(Policy):
+    """All goals are as likely; the controller learns to pursue them."""
+
+    def prior_logits(self, f: Features) -> Tensor:
+        return torch.zeros_like(f.rivals)
+
+    def goal_logits(self, prior: Tensor, *imagined: Tensor) -> Tensor:
+        return prior
+
+
+class Flat(Policy):
+    """The action is chosen at once: every tick's goal is the action itself.
+
+    It sees what the two levels see together, and is as wide.
+    """
+
+    def __init__(self, shape: TownShape, belief_dim: int, width: int, *told: Any) -> None:
+        super().__init__(shape, belief_dim, width, *told)
+        base = belief_dim + self.places + shape.self_dim + shape.num_goals
+        facts = shape.num_affordances * PLACE_FACTS
+        self.actor = mlp(base + facts, width, shape.num_actions)
+
+    def prior_logits(self, f: Features) -> Tensor:
+        seen = torch.cat([self._base(f), self.place_facts(f).flatten(-2)], -1)
+        logits = soft_cap(self.actor(seen))
+        return F.pad(logits, (0, self.shape.num_goals - logits.shape[-1]), value=-LOGIT_CAP)
+
+    def goal_logits(self, prior: Tensor, *imagined: Tensor) -> Tensor:
+        return prior
+
+    def action_logits(self, f: Features, goal: Tensor) -> Tensor:
+        chosen = F.one_hot(goal, self.shape.num_goals)[..., : self.shape.num_actions]
+        return LOGIT_CAP * chosen.to(f.mean.dtype)
+
+
+class ActingExpert:
+    """The expert, naming its action as its goal: whom `Flat` imitates."""
+
+    def __init__(self, expert: Scripted) -> None:
+        self.expert, self.reset, self.watch = expert, expert.reset, expert.watch
+
+    def act(self, state: TensorDict, memory: TensorDict) -> tuple[Tensor, Tensor, TensorDict]:
+        action, _, memory = self.expert.act(state, memory)
+        return action, action, memory
+
+
+class Everyone:
+    """The trained mind in every place, as a `Player`: likeliest goals, drawn actions.
+
+    What has no better than drawn goals, draws them.
+    """
+
+    def __init__(self, town: Town, shape: TownShape, mind: Mind, draws: bool) -> None:
+        self.town, self.shape, self.mind, self.draws = town, shape, mind, draws
+
+    def act(
+        self, world: TensorDict, seen: TensorDict, memory: AgentState
+    ) -> tuple[Tensor, AgentState, Record]:
+        n, shape = self.shape.num_agents, self.shape
+        goals = gumbel(world, n, shape.num_goals, GOAL_STREAM) * float(self.draws)
+        noise = gumbel(world, n, shape.num_actions, ACTION_STREAM)
+        thinking = (memory.clock % self.mind.policy.meta_period == 0).nonzero().flatten()
+        action, memory, _ = self.mind.explore(
+            observation_from(seen, 2), memory, thinking, goals, noise
+        )
+        return action.unflatten(0, (-1, n)), memory, {}
+
+    def outcome(
+        self, before: TensorDict, after: TensorDict, memory: AgentState
+    ) -> tuple[AgentState, Record]:
+        over = after["episode_over"].repeat_interleave(self.shape.num_agents)
+        record = {"returns": after["reward"], "retired": after["retired"]}
+        return forget(memory, over), record
+
+
+def minds(params: Params, town: Town, variant: str, seed: int) -> tuple[StudiedMind, Callable]:
+    """The variant with a new module D, and its blank minds."""
+    shape, sizes = TownShape.of(town), params.policy
+    perceive, a_card = load_frozen(paths.PERCEPTION, shape.pack_hash)
+    imagine_tick, _ = load_frozen(paths.WORLD_MODEL, shape.pack_hash)
+    read_others, c_card = load_frozen(paths.SOCIAL, shape.pack_hash)
+    torch.manual_seed(seed)
+    kind = {"random_goals": RandomGoals, "flat": Flat}.get(variant, Policy)
+    policy = kind(
+        shape, a_card["belief_dim"], sizes.hidden, goal_targets(town), timetable(town.pack),
+        sizes.meta_period, sizes.emergency,
+    )  # fmt: skip
+    mind = StudiedMind(perceive, imagine_tick, read_others, policy, sizes.candidates, sizes.horizon)
+    mind.variant = variant
+
+    def blank(worlds: int, agents: int = shape.num_agents) -> AgentState:
+        dims = a_card["recurrent_dim"], shape.num_others, c_card["recurrent_dim"]
+        return first_state(worlds, agents, *dims)
+
+    return mind, blank
+
+
+class Shown:
+    """A trainer's log that is a progress bar."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+
+    def steps(self, total: int, start: int) -> Any:
+        return track(range(start, total), self.title)
+
+    def record(self, step: int, metrics: dict[str, Tensor]) -> None:
+        """What it would note is in the bar."""
+
+
+def cell(params: Params, variant: str, seed: int) -> dict[str, Any]:
+    """Train and play one variant with one seed; what it got in the worlds that `evaluate` plays."""
+    less = {name: round(share * getattr(params.policy, name)) for name, share in SHARES.items()}
+    every_tick = {"meta_period": 1} if variant == "flat" else {}
+    sizes = params.policy.model_copy(update=less | every_tick)
+    judged_in = params.seed + EVALUATION_SEED
+    params = params.model_copy(update={"policy": sizes, "seed": seed})
+    town, strange = make_town(params), make_town(params, held_out=True)
+    shape = TownShape.of(town)
+    teacher: Any = Scripted(town, [sizes.teacher], seed)
+    log = Shown(f"{variant}, seed {seed}")
+    player: Any
+    if variant == "monolith":
+        model = train_monolith(town, shape, teacher, sizes, seed, log)
+        player = MonolithLives(strange, shape, model)
+        memory: Any = player.start(strange.reset(judged_in, HELD_OUT_WORLDS))
+    else:
+        if variant == "flat":
+            teacher = ActingExpert(teacher)
+        mind, blank = minds(params, town, variant, seed)
+        settings = {"params": params.model_dump(mode="json"), "variant": variant}
+        folder = Path("checkpoints") / f"study-{variant}-{seed}-{sha256_json(settings)[:16]}"
+        folder.mkdir(parents=True, exist_ok=True)
+        train_policy(
+            town, shape, mind, blank, sizes, params.compile, seed, folder / "checkpoint.pt", log,
+            teacher=teacher,
+        )  # fmt: skip
+        shutil.rmtree(folder)
+        player = Everyone(strange, shape, mind, draws=variant in ("random_goals", "flat"))
+        memory = blank(HELD_OUT_WORLDS)
+    strange.eval(HELD_OUT_WORLDS)
+    step = fused_step(strange, player)
+    lived = evaluate(strange, step, memory, HELD_OUT_WORLDS, HELD_OUT_WORLDS, judged_in)
+    returns = lived["returns"].mean(1)
+    return {
+        "variant": variant,
+        "seed": seed,
+        "pack": shape.pack,
+        "mean_return": returns.mean().item(),
+        "mean_return_ci95": 1.96 * returns.std().item() / len(returns) ** 0.5,
+        "retired_fraction": lived["retired"].mean().item(),
+        "returns": [round(value, 3) for value in returns.tolist()],
+    }
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Mean, and half of its 95 % interval (Student's t); infinite for one value."""
+    mean, count = statistics.fmean(values), len(values)
+    if count < 2:
+        return mean, float("inf")
+    return mean, T_95[count - 1] * statistics.stdev(values) / count**0.5
+
+
+def report(cells: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Per variant: returns by seed, their interval, and what lacking the module costs."""
+    found: dict[str, dict[str, Any]] = {}
+    by_variant = {v: {c["seed"]: c for c in cells if c["variant"] == v} for v in VARIANTS}
+    whole = by_variant["full"]
+    for variant, of_seed in by_variant.items():
+        if not of_seed:
+            continue
+        mean, width = interval([c["mean_return"] for c in of_seed.values()])
+        both = sorted(of_seed.keys() & whole.keys())
+        costs = [whole[s]["mean_return"] - of_seed[s]["mean_return"] for s in both]
+        found[variant] = {
+            "what": VARIANTS[variant],
+            "seeds": sorted(of_seed),
+            "mean_return": mean,
+            "mean_return_ci95": width,
+            "retired_fraction": statistics.fmean(c["retired_fraction"] for c in of_seed.values()),
+        }
+        if variant != "full" and costs:
+            cost, width = interval(costs)
+            found[variant] |= {"cost": cost, "cost_ci95": width, "matters": cost - width > 0}
+    return found
+
+
+def table(found: dict[str, dict[str, Any]], pack: str) -> str:
+    """The kept report as Markdown."""
+    lines = [
+        "# What each module is worth",
+        "",
+        f"By `dvc repro benchmarks/dvc.yaml`, on {pack}: module D trained anew without one of the",
+        "modules, for as many ticks as the whole agent; mean return in held-out worlds. ± is half",
+        "the 95 % interval over seeds (Student's t), the cost being paired by seed.",
+        "",
+        "| variant | seeds | R | retired | costs | |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in found.values():
+        cost = f"{row['cost']:.1f} ± {row['cost_ci95']:.1f}" if "cost" in row else ""
+        verdict = ""
+        if "matters" in row:
+            verdict = "clear of zero" if row["matters"] else "not clear of zero"
+        lines.append(
+            f"| {row['what']} | {len(row['seeds'])} | {row['mean_return']:.1f} ± "
+            f"{row['mean_return_ci95']:.1f} | {row['retired_fraction']:.3f} | {cost} | {verdict} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def plot(found: dict[str, dict[str, Any]], path: Path) -> None:
+    rows = list(found.values())[::-1]
+    figure, axes = plt.subplots(figsize=(7, 0.5 + 0.45 * len(rows)), layout="constrained")
+    widths = [row["mean_return_ci95"] if len(row["seeds"]) > 1 else 0.0 for row in rows]
+    axes.barh([r["what"] for r in rows], [r["mean_return"] for r in rows], xerr=widths, height=0.6)
+    axes.set_xlabel("mean return of a life, held-out worlds (95 % over seeds)")
+    axes.spines[["top", "right"]].set_visible(False)
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, format="svg", metadata={"Date": None})
+    plt.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = parser.add_subparsers(dest="what", required=True)
+    one = what.add_parser("cell", help="train and play one variant with one seed")
+    one.add_argument("variant", choices=VARIANTS)
+    one.add_argument("seed", type=int)
+    what.add_parser("report", help="the table and the plot of the cells there are")
+    args = parser.parse_args(arguments)
+    params = load_params()
+    torch.set_num_threads(threads())
+    if args.what == "cell":
+        found = cell(params, args.variant, args.seed)
+        write_json(RESULTS / f"{args.variant}-{args.seed}.json", found)
+        print(json.dumps({key: value for key, value in found.items() if key != "returns"}))
+        return 0
+    cells = [read_json(path) for path in sorted(RESULTS.glob("*-*.json"))]
+    if not cells:
+        print(f"study: {RESULTS} holds no cell; run `dvc repro benchmarks/dvc.yaml`")
+        return 1
+    rows = report(cells)
+    write_json(RESULTS.with_suffix(".json"), rows)
+    with atomic_path(RESULTS.with_suffix(".md")) as path:
+        path.write_text(table(rows, cells[0]["pack"]), encoding="utf-8")
+    plot(rows, RESULTS.with_suffix(".svg"))
+    print(RESULTS.with_suffix(".md").read_text())
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except HamletError as error:
+        sys.exit(f"study: {error}")

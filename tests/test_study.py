@@ -1,0 +1,166 @@
+"""The study: each variant lacks what it says, and only that; what the report makes of cells."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.monolith import Monolith, MonolithPlayer
+from benchmarks.study import VARIANTS, ActingExpert, Flat, RandomGoals, StudiedMind, report
+from pipeline.learning.buffer import RolloutBuffer
+from pipeline.learning.losses import log_prob_of, masked_logits
+from pipeline.learning.rollout import collect, fused_step
+from pipeline.learning.train_policy import goal_targets
+from pipeline.modules.contracts import Features, TownShape, observation_from
+from pipeline.modules.policy import LOGIT_CAP, Policy
+from pipeline.params import load_params
+from pipeline.town import Scripted, Town, load_pack
+from pipeline.town.tables import timetable
+from tests.learning.minds import new_mind
+
+SIZES = load_params(Path(__file__).parents[1] / "tiny.yaml").policy
+TOWN = Town(load_pack("l4_contention"), num_layouts=8)
+SHAPE = TownShape.of(TOWN)
+
+
+def studied(variant: str, policy: Policy | None = None) -> tuple[StudiedMind, object]:
+    whole, blank = new_mind(TOWN, SIZES)
+    mind = StudiedMind(
+        whole.perceive, whole.imagine_tick, whole.read_others, policy or whole.policy, 2, 2
+    )
+    mind.variant = variant
+    return mind, blank
+
+
+def of_kind(kind: type[Policy]) -> Policy:
+    torch.manual_seed(1)
+    told = goal_targets(TOWN), timetable(TOWN.pack), SIZES.meta_period, 0.2
+    belief = new_mind(TOWN, SIZES)[0].perceive.belief_dim
+    return kind(SHAPE, belief, 24, *told)
+
+
+@torch.no_grad()
+def sensed(variant: str) -> tuple[Features, torch.Tensor, torch.Tensor]:
+    """Features after some ticks, then what was imagined of two candidates."""
+    mind, blank = studied(variant)
+    world, state = TOWN.reset(3, 6), blank(6)
+    for _ in range(6):
+        obs = observation_from(TOWN.observe(world), 2)
+        belief, _, social, f = mind.sense(obs, state)
+        state = state._replace(belief=belief.recurrent_state, social=social)
+        world = TOWN.step_core(world, torch.randint(4, (6, 4), generator=RNG.manual_seed(1)))
+    candidates = torch.tensor([[0, 1]]).expand(24, 2)
+    _, returns = mind.imagine(belief.log_std, f, obs.action_mask, candidates)
+    return f, belief.recurrent_state, returns
+
+
+RNG = torch.Generator()
+
+
+def test_each_variant_lacks_what_it_says_and_nothing_else():
+    full, remembered, imagined = sensed("full")
+    assert full.rivals.any()
+    assert imagined.any()
+
+    f, memory, returns = sensed("no_social")
+    assert not f.rivals.any()
+    assert torch.equal(f.mean, full.mean)
+    assert torch.equal(memory, remembered)
+    assert returns.any()
+
+    f, memory, returns = sensed("no_memory")
+    assert f.rivals.any()
+    seen, known = (x[:, 16:].count_nonzero(1) for x in (memory, remembered))
+    assert (seen <= 25).all()
+    assert (known > seen).any()
+
+    f, _, returns = sensed("no_imagination")
+    assert not returns.any()
+    for ours, theirs in zip(f, full, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_the_flat_agents_goal_is_its_action():
+    policy = of_kind(Flat)
+    f = sensed("flat")[0]
+    logits = policy.prior_logits(f)
+    assert (logits[:, SHAPE.num_actions :] == -LOGIT_CAP).all()
+    assert logits[:, : SHAPE.num_actions].std() > 0
+    for goal in range(SHAPE.num_actions):
+        chosen = torch.full((24,), goal)
+        assert (policy.action_logits(f, chosen).argmax(-1) == goal).all()
+    world, scripted = TOWN.reset(3, 6), Scripted(TOWN, ["expert"])
+    memory = scripted.reset(world)
+    action, goal, _ = ActingExpert(scripted).act(world, memory)
+    assert torch.equal(action, goal)
+    assert torch.equal(action, scripted.act(world, memory)[0])
+
+
+def test_random_goals_are_as_likely_as_each_other_and_are_still_pursued():
+    policy, f = of_kind(RandomGoals), sensed("full")[0]
+    assert not policy.prior_logits(f).any()
+    one, other = (policy.action_logits(f, torch.full((24,), goal)) for goal in (0, 5))
+    assert not torch.equal(one, other)
+
+
+def cells(costs: dict[str, list[float]]) -> list[dict]:
+    return [
+        {"variant": v, "seed": s, "mean_return": r, "retired_fraction": 1.0, "pack": "x"}
+        for v, returns in costs.items()
+        for s, r in enumerate(returns, 1)
+    ]
+
+
+def test_a_module_matters_when_its_cost_is_clear_of_zero():
+    found = report(
+        cells({"full": [100, 110, 120], "no_social": [90, 101, 110], "flat": [101, 100, 125]})
+    )
+    assert list(found) == ["full", "no_social", "flat"]
+    assert found["no_social"]["cost"] == pytest.approx(29 / 3)
+    assert found["no_social"]["cost_ci95"] == pytest.approx(4.303 * 0.57735 / 3**0.5, rel=1e-3)
+    assert found["no_social"]["matters"]
+    assert not found["flat"]["matters"]
+    assert "cost" not in found["full"]
+
+
+def test_one_seed_proves_nothing():
+    found = report(cells({"full": [100], "no_social": [1]}))
+    assert found["no_social"]["cost_ci95"] == float("inf")
+    assert not found["no_social"]["matters"]
+
+
+@pytest.mark.slow
+def test_a_cell_and_the_report_of_the_tiny_pipeline(copy):
+    for variant in VARIANTS:
+        done = copy.run("python", "-m", "benchmarks.study", "cell", variant, "1")
+        told = json.loads(done.stdout.splitlines()[-1])
+        assert told["variant"] == variant
+        assert told["mean_return"] > 0
+    assert not list((copy.path / "checkpoints").glob("study-*"))
+    done = copy.run("python", "-m", "benchmarks.study", "report")
+    results = copy.path / "benchmarks" / "results"
+    assert set(json.loads((results / "study.json").read_text())) == set(VARIANTS)
+    assert VARIANTS["flat"] in (results / "study.svg").read_text()
+    assert done.stdout.strip() == (results / "study.md").read_text().strip()
+
+
+@torch.no_grad()
+def test_the_rivals_sequences_are_its_ticks():
+    """What is learned from is what was played: unrolled, with lives that end in between."""
+    town = Town(load_pack("l4_contention").model_copy(update={"lifespan": 5}), num_layouts=8)
+    torch.manual_seed(2)
+    model = Monolith(SHAPE, 16)
+    player = MonolithPlayer(town, SHAPE, model)
+    world = town.reset(3, 6)
+    memory, buffer = player.start(world), RolloutBuffer(12)
+    world, memory = collect(fused_step(town, player), world, memory, buffer)
+    data = buffer.data.transpose(0, 1)
+    assert data["done"].sum() >= 48  # every life ended twice
+    logits, values = model.unroll(data)
+    legal = masked_logits(logits, data["mask"])
+    torch.testing.assert_close(values, data["value"])
+    torch.testing.assert_close(log_prob_of(legal, data["action"]), data["log_prob"])
+    assert values.std() > 0

@@ -70,9 +70,11 @@ class Perception(nn.Module):
         return self.hidden + self.shape.num_cells
 
     def position(self, self_state: Tensor) -> tuple[Tensor, Tensor]:
-        """int64 [.], [.]: the agent's column and row, from its self-state."""
-        x = (self_state[:, METERS] * (self.shape.width - 1)).round().long()
-        y = (self_state[:, METERS + 1] * (self.shape.height - 1)).round().long()
+        """int64 [.], [.]: the agent's column and row, from its self-state; on the map whatever a
+        client says."""
+        last_x, last_y = self.shape.width - 1, self.shape.height - 1
+        x = (self_state[:, METERS] * last_x).round().long().clamp(0, last_x)
+        y = (self_state[:, METERS + 1] * last_y).round().long().clamp(0, last_y)
         return x, y
 
     def remember(self, view: Tensor, self_state: Tensor, memory: Tensor) -> Tensor:

@@ -70,6 +70,16 @@ def test_the_belief_tells_where_to_look(town, shape):
         assert share == pytest.approx((row == 0).float().mean().item())
 
 
+@pytest.mark.parametrize("where", [-4.0, 6.3, 1e30, float("inf")])
+def test_who_says_it_stands_beside_the_map_is_put_on_its_edge(shape, where):
+    module = Perception(shape, hidden=16, latent=4)
+    said = torch.full((2, shape.self_dim), where)
+    x, y = module.position(said)
+    assert 0 <= int(x.min()) <= int(x.max()) < shape.width
+    assert 0 <= int(y.min()) <= int(y.max()) < shape.height
+    assert module.look(torch.zeros(2, shape.num_cells), said).isfinite().all()
+
+
 def test_memory_is_the_true_map_where_the_agent_has_looked(town, shape):
     module = Perception(shape, hidden=16, latent=4)
     world = town.reset(9, 4)

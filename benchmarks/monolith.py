@@ -7,6 +7,7 @@ still telling (Schmitt et al. 2018). The study (`benchmarks.study`) trains and p
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipeline.learning.buffer import RolloutBuffer
+from pipeline.learning.checkpoint import Checkpoint
 from pipeline.learning.log import Log
 from pipeline.learning.losses import (
     entropy_of,
@@ -33,6 +35,7 @@ from pipeline.learning.update import Update
 from pipeline.modules.contracts import RawObservation, TownShape, observation_from
 from pipeline.params import PolicyParams
 from pipeline.town import Town
+from stages.evaluate import life_of
 
 OTHERS_WIDTH = 64
 OBSERVED = ("view", "occupancy", "self_state", "cues", "visible", "others_offset", "others_action")
@@ -155,12 +158,17 @@ class MonolithLives(MonolithPlayer):
     def outcome(
         self, before: TensorDict, after: TensorDict, memory: Playing
     ) -> tuple[Playing, Record]:
-        memory, _ = super().outcome(before, after, memory)
-        return memory, {"returns": after["reward"], "retired": after["retired"]}
+        return super().outcome(before, after, memory)[0], life_of(before, after)
 
 
 def train_monolith(
-    town: Town, shape: TownShape, teacher: Teacher, params: PolicyParams, seed: int, log: Log
+    town: Town,
+    shape: TownShape,
+    teacher: Teacher,
+    params: PolicyParams,
+    seed: int,
+    checkpoint: Path,
+    log: Log,
 ) -> Monolith:
     """As many ticks, in as many worlds, of imitation and of PPO as module D has by `params`."""
     torch.manual_seed(seed)
@@ -194,7 +202,13 @@ def train_monolith(
     world = town.rearrange(town.reset(seed, params.worlds), tick=ages)
     memory = player.start(world)
     afterwards = params.critic_iterations + params.ppo_iterations
-    for iteration in log.steps(params.imitation_iterations + afterwards, 0):
+    saved = Checkpoint(checkpoint, {"model": model, "imitation": imitation, "ppo": ppo, "rng": rng})
+    start, extra = saved.load()
+    if start:
+        world = TensorDict(extra["world"], batch_size=world.batch_size)
+        told = TensorDict(extra["expert"], batch_size=world.batch_size)
+        memory = Playing(extra["hidden"], told)
+    for iteration in log.steps(params.imitation_iterations + afterwards, start):
         imitating = iteration < params.imitation_iterations
         share = max(0.0, 1 - iteration / (LED * params.imitation_iterations)) if imitating else 0.0
         driven = torch.arange(params.worlds) < round(share * params.worlds)
@@ -219,4 +233,6 @@ def train_monolith(
             for rows in torch.randperm(len(sequences), generator=rng).chunk(params.minibatches):
                 metrics = (imitation if imitating else ppo)(sequences[rows])
         log.record(iteration, metrics)
+        carried = {"world": dict(world.items()), "expert": dict(memory.expert.items())}
+        saved.save(iteration + 1, rows={**carried, "hidden": memory.hidden})
     return model

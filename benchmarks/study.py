@@ -33,13 +33,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.monolith import MonolithLives, train_monolith
-from pipeline.export.frozen import load_frozen
 from pipeline.files import HamletError, atomic_path, read_json, sha256_json, write_json
 from pipeline.learning.rollout import Record, evaluate, fused_step
 from pipeline.learning.train_policy import (
     ACTION_STREAM,
     GOAL_STREAM,
-    first_state,
     forget,
     goal_targets,
     gumbel,
@@ -59,10 +57,10 @@ from pipeline.modules.policy import LOGIT_CAP, PLACE_FACTS, Policy, mlp, soft_ca
 from pipeline.params import Params, load_params
 from pipeline.town import Scripted, Town
 from pipeline.town.tables import timetable
-from stages import paths
 from stages.collect import make_town
 from stages.common import threads
-from stages.evaluate import EVALUATION_SEED
+from stages.evaluate import EVALUATION_SEED, life_of
+from stages.policy import make_mind
 
 RESULTS = Path(__file__).parent / "results" / "study"
 SHARES = {"worlds": 0.5, "imitation_iterations": 0.5, "ppo_iterations": 0.25}
@@ -178,29 +176,23 @@ class Everyone:
         self, before: TensorDict, after: TensorDict, memory: AgentState
     ) -> tuple[AgentState, Record]:
         over = after["episode_over"].repeat_interleave(self.shape.num_agents)
-        record = {"returns": after["reward"], "retired": after["retired"]}
-        return forget(memory, over), record
+        return forget(memory, over), life_of(before, after)
 
 
-def minds(params: Params, town: Town, variant: str, seed: int) -> tuple[StudiedMind, Callable]:
+def minds(params: Params, town: Town, variant: str) -> tuple[StudiedMind, Callable]:
     """The variant with a new module D, and its blank minds."""
-    shape, sizes = TownShape.of(town), params.policy
-    perceive, a_card = load_frozen(paths.PERCEPTION, shape.pack_hash)
-    imagine_tick, _ = load_frozen(paths.WORLD_MODEL, shape.pack_hash)
-    read_others, c_card = load_frozen(paths.SOCIAL, shape.pack_hash)
-    torch.manual_seed(seed)
-    kind = {"random_goals": RandomGoals, "flat": Flat}.get(variant, Policy)
-    policy = kind(
-        shape, a_card["belief_dim"], sizes.hidden, goal_targets(town), timetable(town.pack),
-        sizes.meta_period, sizes.emergency,
+    whole, blank, cards = make_mind(params, town)
+    policy, sizes = whole.policy, params.policy
+    if kind := {"random_goals": RandomGoals, "flat": Flat}.get(variant):
+        policy = kind(
+            TownShape.of(town), cards[0]["belief_dim"], sizes.hidden, goal_targets(town),
+            timetable(town.pack), sizes.meta_period, sizes.emergency,
+        )  # fmt: skip
+    mind = StudiedMind(
+        whole.perceive, whole.imagine_tick, whole.read_others, policy, sizes.candidates,
+        sizes.horizon,
     )  # fmt: skip
-    mind = StudiedMind(perceive, imagine_tick, read_others, policy, sizes.candidates, sizes.horizon)
     mind.variant = variant
-
-    def blank(worlds: int, agents: int = shape.num_agents) -> AgentState:
-        dims = a_card["recurrent_dim"], shape.num_others, c_card["recurrent_dim"]
-        return first_state(worlds, agents, *dims)
-
     return mind, blank
 
 
@@ -228,29 +220,29 @@ def cell(params: Params, variant: str, seed: int) -> dict[str, Any]:
     shape = TownShape.of(town)
     teacher: Any = Scripted(town, [sizes.teacher], seed)
     log = Shown(f"{variant}, seed {seed}")
+    settings = {"params": params.model_dump(mode="json"), "variant": variant}
+    folder = Path("checkpoints") / f"study-{variant}-{seed}-{sha256_json(settings)[:16]}"
+    folder.mkdir(parents=True, exist_ok=True)
     player: Any
     if variant == "monolith":
-        model = train_monolith(town, shape, teacher, sizes, seed, log)
+        model = train_monolith(town, shape, teacher, sizes, seed, folder / "checkpoint.pt", log)
         player = MonolithLives(strange, shape, model)
         memory: Any = player.start(strange.reset(judged_in, HELD_OUT_WORLDS))
     else:
         if variant == "flat":
             teacher = ActingExpert(teacher)
-        mind, blank = minds(params, town, variant, seed)
-        settings = {"params": params.model_dump(mode="json"), "variant": variant}
-        folder = Path("checkpoints") / f"study-{variant}-{seed}-{sha256_json(settings)[:16]}"
-        folder.mkdir(parents=True, exist_ok=True)
+        mind, blank = minds(params, town, variant)
         train_policy(
             town, shape, mind, blank, sizes, params.compile, seed, folder / "checkpoint.pt", log,
             teacher=teacher,
         )  # fmt: skip
-        shutil.rmtree(folder)
         player = Everyone(strange, shape, mind, draws=variant in ("random_goals", "flat"))
         memory = blank(HELD_OUT_WORLDS)
     strange.eval(HELD_OUT_WORLDS)
     step = fused_step(strange, player)
     lived = evaluate(strange, step, memory, HELD_OUT_WORLDS, HELD_OUT_WORLDS, judged_in)
     returns = lived["returns"].mean(1)
+    shutil.rmtree(folder)
     return {
         "variant": variant,
         "seed": seed,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.monolith import Monolith, MonolithPlayer
+from benchmarks.monolith import Monolith, MonolithPlayer, train_monolith
 from benchmarks.study import VARIANTS, ActingExpert, Flat, RandomGoals, StudiedMind, report
 from pipeline.learning.buffer import RolloutBuffer
+from pipeline.learning.checkpoint import Checkpoint
 from pipeline.learning.losses import log_prob_of, masked_logits
 from pipeline.learning.rollout import collect, fused_step
 from pipeline.learning.train_policy import goal_targets
@@ -145,6 +147,40 @@ def test_a_cell_and_the_report_of_the_tiny_pipeline(copy):
     assert set(json.loads((results / "study.json").read_text())) == set(VARIANTS)
     assert VARIANTS["flat"] in (results / "study.svg").read_text()
     assert done.stdout.strip() == (results / "study.md").read_text().strip()
+
+
+def test_an_interrupted_rival_ends_the_same(tmp_path, monkeypatch):
+    class Stopped(Exception):
+        pass
+
+    class Log:
+        def __init__(self, stop=None):
+            self.stop = stop
+
+        def steps(self, total, start):
+            for step in range(start, total):
+                if step == self.stop:
+                    raise Stopped
+                yield step
+
+        def record(self, step, metrics):
+            assert "agreement" in metrics or "approx_kl" in metrics
+
+    few = {"imitation_iterations": 3, "critic_iterations": 1, "ppo_iterations": 2, "rollout": 4}
+    sizes = SIZES.model_copy(update=few)
+
+    def train(file, stop=None):
+        teacher = Scripted(TOWN, ["expert_searching"], 0)
+        return train_monolith(TOWN, SHAPE, teacher, sizes, 0, tmp_path / file, Log(stop))
+
+    torch.set_num_threads(1)
+    whole = train("whole.pt").state_dict()
+    monkeypatch.setattr("benchmarks.monolith.Checkpoint", partial(Checkpoint, interval=0.0))
+    for stop in (2, 5):  # while it imitates, and in PPO
+        with pytest.raises(Stopped):
+            train("cut.pt", stop)
+    resumed = train("cut.pt").state_dict()
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 @torch.no_grad()

@@ -117,14 +117,20 @@ class Agreement:
         self.values.append(float(metrics["goal_agreement"]))
 
 
-def test_the_expert_is_asked_where_agents_deliberate_and_says_what_it_would_anyway():
+def class_of_twelve():
+    """A learner beside its expert, its blank memory, and twelve worlds."""
     town, sizes = Town(load_pack("l4_contention"), num_layouts=8), load_params(TINY).policy
     shape = TownShape.of(town)
     mind, blank = new_mind(town, sizes)
     expert = Scripted(town, ["expert"], 0)
     learner = Learner(town, shape, mind, Critic(shape, 8), expert)
     world = town.reset(3, 12)
-    memory = Memory(blank(12), expert.reset(world))
+    return learner, Memory(blank(12), expert.reset(world)), world
+
+
+def test_the_expert_is_asked_where_agents_deliberate_and_says_what_it_would_anyway():
+    learner, memory, world = class_of_twelve()
+    town, expert = learner.town, learner.expert
     for _ in range(20):  # until it wants different things in different worlds
         world = town.step_core(world, expert.act(world, memory.expert)[0])
     seen, everyone = town.observe(world), expert.act(world, memory.expert)[1]
@@ -142,13 +148,8 @@ def test_the_expert_is_asked_where_agents_deliberate_and_says_what_it_would_anyw
 
 def test_where_the_expert_acts_its_goal_is_the_one_that_is_pursued():
     """Else an agent would learn what to pursue next from goals that nobody pursued."""
-    town, sizes = Town(load_pack("l4_contention"), num_layouts=8), load_params(TINY).policy
-    shape = TownShape.of(town)
-    mind, blank = new_mind(town, sizes)
-    expert = Scripted(town, ["expert"], 0)
-    learner = Learner(town, shape, mind, Critic(shape, 8), expert)
-    world = town.reset(3, 12)
-    memory, driven = Memory(blank(12), expert.reset(world)), torch.arange(12) < 6
+    learner, memory, world = class_of_twelve()
+    town, shape, driven = learner.town, learner.shape, torch.arange(12) < 6
     assert not memory.agent.goal_age.any()
     led, pursued = driven.repeat_interleave(4), torch.full((48,), shape.num_goals)
     for _ in range(3):

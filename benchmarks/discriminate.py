@@ -38,6 +38,7 @@ KINDS = {
     "expert": "the full-map expert",
     "expert_sightings": "acts on own sightings only",
     "expert_searching": "the same, but looks where most is new and weighs what it may find",
+    "expert_watching": "the same, and learns of places from those it sees use them",
     "expert_ignoring": "ignores where others are and are going",
     "expert_yesterday": "assumes the previous phase's prices and hours",
     "rest": "always rests",

@@ -56,7 +56,7 @@ from pipeline.modules.contracts import (
 from pipeline.modules.policy import LOGIT_CAP, PLACE_FACTS, Policy, mlp, soft_cap
 from pipeline.params import Params, load_params
 from pipeline.town import Scripted, Town
-from pipeline.town.tables import timetable
+from pipeline.town.tables import menu, timetable
 from stages.collect import make_town
 from stages.common import threads
 from stages.evaluate import EVALUATION_SEED, life_of
@@ -186,7 +186,7 @@ def minds(params: Params, town: Town, variant: str) -> tuple[StudiedMind, Callab
     if kind := {"random_goals": RandomGoals, "flat": Flat}.get(variant):
         policy = kind(
             TownShape.of(town), cards[0]["belief_dim"], sizes.hidden, goal_targets(town),
-            timetable(town.pack), sizes.meta_period, sizes.emergency,
+            timetable(town.pack), menu(town.pack), sizes.meta_period, sizes.emergency,
         )  # fmt: skip
     mind = StudiedMind(
         whole.perceive, whole.imagine_tick, whole.read_others, policy, sizes.candidates,

@@ -19,7 +19,9 @@ from stages.common import progress, stage, threads
 from stages.report import write_report
 
 EVALUATION_SEED = 5  # added to the seed: worlds that no other stage plays
-BASELINES = ("random", "rest", "expert_sightings", "expert_searching", "expert")
+BASELINES = (
+    "random", "rest", "expert_sightings", "expert_searching", "expert_watching", "expert",
+)  # fmt: skip
 BOOTSTRAPS = 2000
 
 

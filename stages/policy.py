@@ -17,7 +17,7 @@ from pipeline.modules.critic import Critic
 from pipeline.modules.policy import Policy, PolicyAct, PolicyEnded, PolicyPrior, PolicyWeigh
 from pipeline.params import Params
 from pipeline.town import Town
-from pipeline.town.tables import timetable
+from pipeline.town.tables import menu, timetable
 from stages import paths
 from stages.collect import make_town
 from stages.common import stage
@@ -40,6 +40,7 @@ def make_mind(
         sizes.hidden,
         goal_targets(town),
         timetable(town.pack),
+        menu(town.pack),
         sizes.meta_period,
         sizes.emergency,
     )

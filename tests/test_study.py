@@ -20,7 +20,7 @@ from pipeline.modules.contracts import Features, TownShape, observation_from
 from pipeline.modules.policy import LOGIT_CAP, Policy
 from pipeline.params import load_params
 from pipeline.town import Scripted, Town, load_pack
-from pipeline.town.tables import timetable
+from pipeline.town.tables import menu, timetable
 from tests.learning.minds import new_mind
 
 SIZES = load_params(Path(__file__).parents[1] / "tiny.yaml").policy
@@ -39,7 +39,7 @@ def studied(variant: str, policy: Policy | None = None) -> tuple[StudiedMind, ob
 
 def of_kind(kind: type[Policy]) -> Policy:
     torch.manual_seed(1)
-    told = goal_targets(TOWN), timetable(TOWN.pack), SIZES.meta_period, 0.2
+    told = goal_targets(TOWN), timetable(TOWN.pack), menu(TOWN.pack), SIZES.meta_period, 0.2
     belief = new_mind(TOWN, SIZES)[0].perceive.belief_dim
     return kind(SHAPE, belief, 24, *told)
 

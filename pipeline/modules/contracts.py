@@ -20,6 +20,8 @@ from torch import Tensor
 from pipeline.files import HamletError
 
 METERS = 8
+OFFSET_UNIT = 4.0
+"""Cells in which `others_offset` is told."""
 LOOK = 3
 """Dimensions of the belief that say where to look for what was not seen yet."""
 
@@ -46,6 +48,8 @@ class TownShape:
     meter_names: tuple[str, ...]
     cue_names: tuple[str, ...]
     self_names: tuple[str, ...]
+    telling_cues: tuple[int, ...]
+    """The cues that tell which place their bearer is at, those that tell it best last."""
 
     @property
     def num_others(self) -> int:
@@ -77,6 +81,7 @@ class TownShape:
             meter_names=tuple(town.meter_names),
             cue_names=tuple(town.cue_names),
             self_names=tuple(town.self_names),
+            telling_cues=tuple(town.telling_cues),
         )
 
     @classmethod
@@ -127,7 +132,8 @@ class BeliefDistribution(NamedTuple):
     social_cues: Tensor
     """float32 [., M, C]."""
     recurrent_state: Tensor
-    """float32 [., R] hidden state, then one number per cell: 0 never seen, else cell code + 1."""
+    """float32 [., R] hidden state, then one number per cell: 0 nothing known, else its code + 1, or
+    V + the rank, from 1, among `telling_cues` of the one that somebody showed there."""
 
 
 class ImaginedFuture(NamedTuple):

@@ -1,10 +1,10 @@
 """Module A: from what is sensed in one tick to what is believed.
 
-Two memories feed the belief. A map memory keeps the code of every cell that was ever in view; a
-learned table turns it into a distribution over cells for each affordance, whose moments are the
-first 2F dimensions of the Gaussian belief; from it also follows where most is left to be seen, the
-next three. A GRU over the encoded view (CNN) and the agent's own
-state and public cues (MLP) gives the rest, the latent.
+Two memories feed the belief. A map memory keeps the code of every cell that was ever in view and,
+of cells out of view, the cue by which somebody showed that there is a place; a learned table turns
+it into a distribution over cells for each affordance, whose moments are the first 2F dimensions of
+the Gaussian belief; from it also follows where most is left to be seen, the next three. A GRU over
+the encoded view (CNN) and the agent's own state and public cues (MLP) gives the rest, the latent.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from pipeline.modules.contracts import (
     LOOK,
     METERS,
+    OFFSET_UNIT,
     BeliefDistribution,
     RawObservation,
     TownShape,
@@ -26,7 +27,7 @@ VISION = 2  # cells that the 5x5 view shows to each side
 LOG_STD_MIN = -5.0
 LOG_STD_MAX = 2.0
 PLACE_STD_MIN = 0.02  # map sizes; a sixth of a cell on an 8x8 map: a place that is known
-LOCATION_SCALE = 30.0  # certainty needs log-odds of about 10: far for steps of a few thousandths
+LOCATION_SCALE = 60.0  # certainty needs log-odds of 10 to 20: far for steps of a few thousandths
 
 
 class Perception(nn.Module):
@@ -53,8 +54,9 @@ class Perception(nn.Module):
         self.self_encoder = nn.Sequential(nn.Linear(shape.self_dim + m * (c + 3), 64), nn.ReLU())
         self.gru = nn.GRUCell(9 * 16 + 64, hidden)
         self.to_latent = nn.Linear(hidden, 2 * latent)
-        # Log-odds that a cell with this remembered code (0 = never seen) holds each affordance.
-        self.location_table = nn.Embedding(shape.num_cell_codes + 1, shape.num_affordances)
+        # Log-odds that a cell with this remembered code (0 = nothing known) holds each affordance.
+        codes = 1 + shape.num_cell_codes + len(shape.telling_cues)
+        self.location_table = nn.Embedding(codes, shape.num_affordances)
         nn.init.zeros_(self.location_table.weight)
         cells = torch.arange(shape.num_cells)
         self.register_buffer("cell_x", cells % shape.width, persistent=False)
@@ -78,7 +80,7 @@ class Perception(nn.Module):
         return x, y
 
     def remember(self, view: Tensor, self_state: Tensor, memory: Tensor) -> Tensor:
-        """Write the view into the map memory [., cells] (0 never seen, else cell code + 1)."""
+        """Write the view into the map memory [., cells] (see `BeliefDistribution`)."""
         x, y = self.position(self_state)
         column = self.cell_x - x[:, None] + 2
         row = self.cell_y - y[:, None] + 2
@@ -86,6 +88,31 @@ class Perception(nn.Module):
         index = row.clamp(0, 4) * 5 + column.clamp(0, 4)
         seen = view.flatten(1).long().gather(1, index).to(memory.dtype) + 1
         return torch.where(in_view, seen, memory)
+
+    def hear(
+        self, self_state: Tensor, cues: Tensor, others_offset: Tensor, memory: Tensor
+    ) -> Tensor:
+        """Write into the map memory what the others' cues tell of cells that were never in view.
+
+        Args:
+            self_state: float32 [., K]; cues: float32 [., M, C], zero where nobody is visible;
+            others_offset: float32 [., M, 2]; memory: float32 [., cells].
+        """
+        seen, telling = self.shape.num_cell_codes, list(self.shape.telling_cues)
+        if not telling or not self.shape.num_others:
+            return memory
+        ranks = torch.arange(1, len(telling) + 1, dtype=memory.dtype, device=memory.device)
+        rank = torch.where(cues[..., telling] > 0.5, ranks, 0.0).amax(-1)
+        x, y = self.position(self_state)
+        cell = torch.stack([x, y], -1).unsqueeze(1) + (others_offset * OFFSET_UNIT).round().long()
+        last = cell.new_tensor([self.shape.width - 1, self.shape.height - 1])
+        on_map = ((cell >= 0) & (cell <= last)).all(-1)
+        column, row = cell.minimum(last).clamp_min(0).unbind(-1)
+        index = row * self.shape.width + column
+        before = memory.gather(1, index)
+        heard = on_map & (rank > 0) & ((before == 0) | (before > seen))
+        now = torch.where(heard, before.maximum(seen + rank), before)
+        return memory.scatter_reduce(1, index, now, "amax")
 
     def odds(self) -> Tensor:
         """float32 [codes, F] the odds of a cell with this remembered code against the likeliest."""
@@ -113,6 +140,7 @@ class Perception(nn.Module):
         """Perceive one tick; fields as in `RawObservation`, [., R] state in and out."""
         hidden, memory = recurrent_state.split([self.hidden, self.shape.num_cells], dim=1)
         memory = self.remember(view, self_state, memory)
+        memory = self.hear(self_state, cues, others_offset, memory)
         hidden = self.gru(
             self.encode(view, occupancy, self_state, cues, visible, others_offset), hidden
         )
@@ -153,7 +181,7 @@ class Perception(nn.Module):
 
     def look(self, memory: Tensor, self_state: Tensor) -> Tensor:
         """float32 [., LOOK] the way to where most can be newly seen, in map sizes, and the share of
-        the map that was never seen."""
+        the map of which nothing is known."""
         unseen = (memory == 0).to(memory.dtype)
         cells = unseen.unflatten(1, (self.shape.height, self.shape.width))
         dx, dy = where_to_look(cells, *self.position(self_state), VISION)
@@ -182,6 +210,7 @@ class Perception(nn.Module):
         for t in range(len(first)):
             going = ~first[t].unsqueeze(-1)
             memory = self.remember(obs.view[t], obs.self_state[t], memory * going)
+            memory = self.hear(obs.self_state[t], obs.cues[t], obs.others_offset[t], memory)
             hidden = self.gru(encoded[t], hidden * going)
             hiddens.append(hidden)
             memories.append(memory)

@@ -9,6 +9,7 @@ at once by D1's first thought, without imagination.
 from __future__ import annotations
 
 import math
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,10 @@ from pipeline.modules.contracts import LOOK, METERS, Features, TownShape
 
 LOGIT_CAP = 15.0
 PLACE_WIDTH = 32
-PLACE_FACTS = 11
+HOUR_UNITS = (1 / 12, 1 / 12, 10.0)
+PLACE_FACTS = 13
+DOUBT = -3.5
+"""log_std in map sizes from which on a place is not known; it is surely unknown 1 above it."""
 
 
 class Policy(nn.Module):
@@ -32,6 +36,8 @@ class Policy(nn.Module):
             asked for).
         timetable: float32 [lifespan + 1, F, 3] of every tick of a life: ticks until each place
             opens, ticks it then stays open, what a tick of using it costs.
+        menu: float32 [F, 2 * 8 + 1] what a use of each place gives: to each meter per tick, to each
+            on completion, the ticks it takes.
         meta_period: ticks between deliberations, and the maximal age of a goal.
         emergency: level of energy or health under which a goal that does not serve it is dropped.
     """
@@ -47,6 +53,7 @@ class Policy(nn.Module):
         width: int,
         goal_targets: Tensor,
         timetable: Tensor,
+        menu: Tensor,
         meta_period: int,
         emergency: float,
     ) -> None:
@@ -55,11 +62,13 @@ class Policy(nn.Module):
         self.places = 2 * shape.num_affordances
         self.exploring = shape.goal_names.index("explore")
         self.age = shape.self_names.index("age")
+        self.progress = shape.self_names.index("progress")
         base = belief_dim + self.places + shape.self_dim + shape.num_goals
         elsewhere = shape.num_goals - shape.num_affordances
         self.goal_prior = GoalScores(
             base + elsewhere, shape.num_affordances, shape.num_goals, width
         )
+        self.prospects = Prospects(menu, shape.meter_names.index("money"))
         self.controller = mlp(base + shape.num_goals + 8, width, shape.num_actions)
         # How much an imagined advantage speaks for a goal: starts at no influence.
         self.future_weight = mlp(3, 16, 1)
@@ -67,7 +76,7 @@ class Policy(nn.Module):
             nn.init.zeros_(parameter)
         self.register_buffer("goal_targets", goal_targets)
         posted, posted_at = timetable.unique(dim=0, return_inverse=True)
-        self.register_buffer("posted", posted * posted.new_tensor([1 / 12, 1 / 12, 10.0]))
+        self.register_buffer("posted", posted * posted.new_tensor(HOUR_UNITS))
         self.register_buffer("posted_at", posted_at)
 
     def _base(self, f: Features) -> Tensor:
@@ -90,13 +99,27 @@ class Policy(nn.Module):
     def place_facts(self, f: Features) -> Tensor:
         """float32 [., F, PLACE_FACTS] of every place: its offset, its doubt, how far it is, whether
         the agent is there, how many others are expected to want it, whether it is the goal pursued
-        until now, the timetable."""
+        until now, the timetable, and what going there would be worth, or, where it is not known,
+        looking for it."""
         cells, count = self._cells(f), self.shape.num_affordances
         distance = cells.abs().sum(-1) / (self.shape.width + self.shape.height)
         there = (-4 * cells.square().sum(-1)).exp()
         spread = f.log_std.unflatten(-1, (-1, 2))
-        each = [distance, there, f.rivals[..., :count], self._pursued(f)[..., :count]]
-        return torch.cat([cells / 4, spread, torch.stack(each, -1), self._hours(f)], -1)
+        rivals, pursued, hours = (
+            f.rivals[..., :count],
+            self._pursued(f)[..., :count],
+            self._hours(f),
+        )
+        doubt = (spread.amax(-1) - DOUBT).clamp(0.0, 1.0)
+        look = f.mean[..., self.places : self.places + LOOK - 1]
+        search = (look * look.new_tensor([self.shape.width, self.shape.height])).abs().sum(-1, True)
+        walk = cells.abs().sum(-1) * (1 - doubt) + (search + self.prospects.search) * doubt
+        progress = 10 * f.known_state[..., self.progress, None] * there * (1 - doubt)
+        meters = f.known_state[..., :METERS]
+        rate = 10 * self.prospects(meters, walk, progress, rivals, pursued, hours)
+        each = torch.stack([distance, there, rivals, pursued], -1)
+        rates = torch.stack([rate * (1 - doubt), rate * doubt], -1)
+        return torch.cat([cells / 4, spread, each, hours, rates], -1)
 
     def prior_logits(self, f: Features) -> Tensor:
         """float32 [., G] D1's first thought, before imagination."""
@@ -173,6 +196,8 @@ class GoalScores(nn.Module):
         self.offers = nn.Linear(PLACE_FACTS, PLACE_WIDTH, bias=False)
         self.score = nn.Sequential(nn.SiLU(), *mlp(PLACE_WIDTH, PLACE_WIDTH, 2))
         self.elsewhere = nn.Linear(width, goals - places)
+        self.sharpness = nn.Parameter(torch.tensor(2.7))
+        """Logarithm of how much the rates, the last two of the facts, speak for a place."""
 
     def forward(self, base: Tensor, places: Tensor) -> Tensor:
         """float32 [., G].
@@ -182,10 +207,78 @@ class GoalScores(nn.Module):
         """
         context = self.context(base)
         needs = self.needs(context).unflatten(-1, (-1, PLACE_WIDTH))
-        using, finding = self.score(needs + self.offers(places)).unbind(-1)
+        scores = self.score(needs + self.offers(places))
+        using, finding = (scores + self.sharpness.exp() * places[..., -2:]).unbind(-1)
         other, exploring = self.elsewhere(context).split([self.elsewhere.out_features - 1, 1], -1)
         exploring = exploring + finding.logsumexp(-1, keepdim=True) - math.log(finding.shape[-1])
         return torch.cat([using, other, exploring], -1)
+
+
+class Prospects(nn.Module):
+    """What it would be worth per tick to go to a place and use it, by a readable rule.
+
+    The meters that would follow are worked out from the menu, the timetable and the way; how much
+    they are worth, `worth x - fear max(0, comfort - x)^2` of each meter, what they drain, and what
+    a plan, a rival or a search costs in ticks is learned. The value gained per tick is the rate
+    that a forager maximises (Stephens and Krebs 1986); the network beside it (`GoalScores`)
+    learns what this rule misses.
+    """
+
+    menu: Tensor
+    paid_in: Tensor
+
+    def __init__(self, menu: Tensor, money: int) -> None:
+        super().__init__()
+        self.money = money
+        self.register_buffer("menu", menu)
+        self.register_buffer("paid_in", torch.eye(METERS)[money])
+        self.worth = nn.Parameter(torch.full((METERS,), 0.3))
+        self.fear = nn.Parameter(torch.ones(METERS))
+        self.comfort = nn.Parameter(torch.full((METERS,), 0.5))
+        self.drain = nn.Parameter(torch.full((METERS,), 0.3))
+        """In hundredths per tick."""
+        self.overhead = nn.Parameter(torch.ones(()))
+        self.queue = nn.Parameter(torch.ones(()))
+        self.search = nn.Parameter(torch.full((), 6.0))
+        self.habit = nn.Parameter(torch.zeros(()))
+
+    def value(self, meters: Tensor) -> Tensor:
+        short = F.relu(self.comfort - meters)
+        each = self.worth * meters - self.fear * short * short
+        # One after the other: ONNX Runtime sums a row in an order that depends on where it stands.
+        return reduce(torch.add, each.unbind(-1))
+
+    def forward(
+        self,
+        meters: Tensor,
+        walk: Tensor,
+        progress: Tensor,
+        rivals: Tensor,
+        pursued: Tensor,
+        hours: Tensor,
+    ) -> Tensor:
+        """float32 [., F].
+
+        Args:
+            meters: float32 [., 8]; of each place float32 [., F]: walk, steps to it; progress, ticks
+            of its use that are done; rivals, others expected there; pursued, 1 where it is the
+            goal; hours: float32 [., F, 3] as `Policy` posts them.
+        """
+        per_tick, finished, duration = self.menu.split([METERS, METERS, 1], -1)
+        until, left, price = (hours / hours.new_tensor(HOUR_UNITS)).unbind(-1)
+        remaining = (duration.squeeze(-1) - progress).clamp_min(1.0)
+        money = meters[..., self.money, None]
+        affordable = torch.where(price > 0, money / price.clamp_min(1e-3), remaining)
+        stay = remaining.minimum(left).minimum(affordable)
+        completes = (stay - remaining + 1).clamp(0.0, 1.0)
+        begin = walk.maximum(until) + F.softplus(self.queue) * rivals
+        ticks = (begin + stay).unsqueeze(-1)
+        idle = (meters.unsqueeze(-2) - 0.01 * self.drain * ticks).clamp(0.0, 1.0)
+        paid = (price * stay).unsqueeze(-1) * self.paid_in
+        gain = per_tick * stay.unsqueeze(-1) + finished * completes.unsqueeze(-1) - paid
+        gained = self.value((idle + gain).clamp(0.0, 1.0)) - self.value(idle)
+        rate = gained / (ticks.squeeze(-1) + F.softplus(self.overhead))
+        return rate * (1 + self.habit * pursued)
 
 
 def soft_cap(logits: Tensor) -> Tensor:

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.modules.contracts import SocialPrediction, TownShape
+from pipeline.modules.contracts import OFFSET_UNIT, SocialPrediction, TownShape
 
-OFFSET_UNIT = 4.0  # others_offset is in units of 4 cells
 AGE_UNIT = 32.0  # the state's last number counts ticks since an agent was visible, in this unit
 HEADING_KEPT = 0.8  # per tick, of the steps towards a place
 STEPS = {"UP": (0.0, -1.0), "DOWN": (0.0, 1.0), "LEFT": (-1.0, 0.0), "RIGHT": (1.0, 0.0)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
 
 import torch
@@ -117,3 +118,15 @@ class CueRules:
     @staticmethod
     def _among(code: Tensor, options: list[int]) -> Tensor:
         return reduce(torch.logical_or, [code == option for option in options])
+
+
+def telling_cues(cues: Sequence[Cue]) -> tuple[int, ...]:
+    """The cues that tell which place their bearer is at, those that leave least open last."""
+    left_open = {}
+    for number, cue in enumerate(cues):
+        named = [len(test.using or test.at or ()) for test in cue.all_of or cue.any_of]
+        if cue.all_of and any(named):
+            left_open[number] = min(count for count in named if count)
+        elif all(named):
+            left_open[number] = sum(named)
+    return tuple(sorted(left_open, key=lambda number: -left_open[number]))

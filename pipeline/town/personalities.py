@@ -67,7 +67,7 @@ TRAIN = (
 HELD_OUT = ("recluse", "dreamer", "tycoon")
 EXPERTS = (
     "expert", "expert_ignoring", "expert_sightings", "expert_sightings_ignoring",
-    "expert_searching", "expert_yesterday",
+    "expert_searching", "expert_watching", "expert_yesterday",
 )  # fmt: skip
 IGNORING = {"occupied_wait": 0.0, "foresight": 0.0}  # what makes others not matter to a plan
 SEARCHING = {"search": 12.0}  # what makes what may be found matter to a plan
@@ -103,6 +103,8 @@ def parameters(pack: Pack, name: str | AgentDNA) -> dict[str, float]:
         base |= pack.experts[name].parameters
     elif name == "expert_searching":
         base |= parameters(pack, "expert_sightings") | SEARCHING
+    elif name == "expert_watching":
+        base |= parameters(pack, "expert_searching")
     elif name.endswith("_ignoring"):
         base |= parameters(pack, name.removesuffix("_ignoring")) | IGNORING
     if name in DNA:

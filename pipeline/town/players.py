@@ -6,6 +6,7 @@ largest, or rests, or explores. With `foresight` it plans again once it knows wh
 to go. All players are this planner with other parameters, apart from two baselines; an
 `expert_sightings` uses only places it has seen and counts only on whom it sees, an
 `expert_searching` knows no more but weighs what it may find against what it has found, an
+`expert_watching` also learns where a place is from whomever it sees using it, an
 `expert_yesterday` believes the prices, hours, effects and drains of the phase before this one.
 Nothing is remembered but what the agent has seen, and that only where a player does not know the
 map: a started use and a chosen way are read from the state, so that a player can label states that
@@ -29,7 +30,7 @@ from pipeline.unseen import where_to_look
 
 STREAM_CHARACTER, STREAM_RANDOM, STREAM_WANDER = 4096, 4224, 8192
 STRETCH = 16  # ticks for which a wandering mood lasts
-SEEKERS = ("expert_sightings", "expert_searching")  # who know only what they have seen
+SEEKERS = ("expert_sightings", "expert_searching", "expert_watching")  # know what they have seen
 
 
 class Scripted:
@@ -70,6 +71,7 @@ class Scripted:
                 dtype=torch.float32,
             ),
             sightings=[name.startswith(SEEKERS) for name in known],
+            watching=[name == "expert_watching" for name in known],
             yesterday=[name == "expert_yesterday" for name in known],
             kinds=[
                 personalities.BASELINES.index(n) + 1 if n in personalities.BASELINES else 0
@@ -86,8 +88,11 @@ class Scripted:
         player = cls.__new__(cls)
         player.names, player.seed = (), None
         rows = len(table)
-        sightings, yesterday = name.startswith(SEEKERS), name == "expert_yesterday"
-        player._setup(town, table, [sightings] * rows, [yesterday] * rows, [0] * rows)
+        sightings, watching = name.startswith(SEEKERS), name == "expert_watching"
+        yesterday = name == "expert_yesterday"
+        player._setup(
+            town, table, [sightings] * rows, [watching] * rows, [yesterday] * rows, [0] * rows
+        )
         return player
 
     def _setup(
@@ -95,6 +100,7 @@ class Scripted:
         town: Town,
         table: Tensor,
         sightings: list[bool],
+        watching: list[bool],
         yesterday: list[bool],
         kinds: list[int],
     ) -> None:
@@ -103,6 +109,8 @@ class Scripted:
         self._table = table.to(town.device)
         self._sightings = torch.tensor(sightings, device=town.device)
         self._any_sightings = any(sightings)
+        self._watching = torch.tensor(watching, device=town.device)
+        self._any_watching = any(watching)
         self._yesterday = torch.tensor(yesterday, device=town.device)
         self._any_yesterday = any(yesterday)
         self._kinds = torch.tensor(kinds, device=town.device)
@@ -142,7 +150,7 @@ class Scripted:
         updated = {"character": character.t()}
         seen = None
         if self._any_sightings:
-            seen = self._look(s, memory["seen"])
+            seen = self._look(s, memory["seen"], self._watching[character])
             updated["seen"] = seen.transpose(0, 1)
         phase = self.town._phase(s["tick"]).long()[None]  # [1 or N, B]
         if self._any_yesterday:
@@ -161,7 +169,8 @@ class Scripted:
         """The memory after a tick in which nobody is asked to act."""
         if not self._any_sightings:
             return memory
-        seen = self._look(self.town._unpack_state(state), memory["seen"])
+        watching = self._watching[memory["character"].t()]
+        seen = self._look(self.town._unpack_state(state), memory["seen"], watching)
         return memory.replace(seen=seen.transpose(0, 1))
 
     # ------------------------------------------------------------------ parts
@@ -184,14 +193,24 @@ class Scripted:
         )
         return (draw * count).long().clamp(max=count - 1).t()
 
-    def _look(self, s: dict[str, Tensor], before: Tensor) -> Tensor:
-        """Cells seen so far in this life, bool [N, B, cells]; forgotten when a life begins."""
+    def _look(self, s: dict[str, Tensor], before: Tensor, watching: Tensor) -> Tensor:
+        """Cells known so far in this life, bool [N, B, cells]; forgotten when a life begins.
+
+        They are those seen and, where `watching` bool [N, B], the places that somebody was seen to
+        use, which may be as far away as cues are readable.
+        """
         town = self.town
         x, y = s["position"].unbind(0)
         cell = torch.arange(self._cells, device=x.device)
         dx = (cell % town.width - x[..., None]).abs()
         dy = (cell // town.width - y[..., None]).abs()
         now = (dx <= town.vision) & (dy <= town.vision)
+        if self._any_watching:
+            near = (self._apart(x, y) <= town.pack.cue_distance) & watching  # [rival, N, B]
+            used = s["used"].unsqueeze(-1) == torch.arange(town.num_affordances, device=x.device)
+            told = (near.unsqueeze(-1) & used.unsqueeze(1)).any(0)  # [N, B, F]
+            target = town.affordance_cells[s["layout"]].expand_as(told)
+            now = now.scatter(2, target, told | now.gather(2, target))
         return now | (before.transpose(0, 1) & (s["tick"] > 0)[:, None])
 
     def _plan(

@@ -132,6 +132,20 @@ def timetable(pack: Pack) -> Tensor:
     return torch.stack([*hours, cost[phase].float()], -1)
 
 
+def menu(pack: Pack) -> Tensor:
+    """What everybody knows a use of each place to give: float32 [F, 2 * meters + 1].
+
+    The change of each meter per tick of use, that on completing it, and the ticks it takes.
+    """
+    rows = [
+        [place.effects_per_tick.get(name, 0.0) for name in pack.meter_names]
+        + [place.effects_on_completion.get(name, 0.0) for name in pack.meter_names]
+        + [float(place.duration if pack.temporal else 1)]
+        for place in pack.affordances
+    ]
+    return torch.tensor(rows)
+
+
 def draw_layouts(pack: Pack, num_layouts: int, layout_seed: int) -> Tensor:
     """Distinct random cells for the affordances of each layout: int64 [num_layouts, F]."""
     cells = pack.width * pack.height

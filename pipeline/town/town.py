@@ -18,7 +18,7 @@ from torch import Tensor
 from pipeline.town import tables
 from pipeline.town.config import BASE_ACTIONS, Condition, Pack
 from pipeline.town.counter import below, episode_key, tick_hash
-from pipeline.town.cues import CueRules
+from pipeline.town.cues import CueRules, telling_cues
 from pipeline.town.tables import Column
 
 UP, DOWN, LEFT, RIGHT, INTERACT, WAIT = range(6)
@@ -84,6 +84,7 @@ class Town:
         self.num_cell_codes = self.num_affordances + 2
         self.meter_names, self.num_meters = pack.meter_names, len(pack.meters)
         self.cue_names, self.num_cues = tuple(c.name for c in pack.cues), len(pack.cues)
+        self.telling_cues = telling_cues(pack.cues)
         self.self_names = (
             *pack.meter_names, "x", "y", "sin_hour", "cos_hour", "progress", "age", "blocked",
         )  # fmt: skip

@@ -9,7 +9,7 @@ from pipeline.modules.perception import Perception
 from pipeline.modules.policy import Policy
 from pipeline.modules.social import Social
 from pipeline.modules.world_model import WorldModel
-from pipeline.town.tables import timetable
+from pipeline.town.tables import menu, timetable
 
 
 def new_mind(town, sizes):
@@ -17,7 +17,7 @@ def new_mind(town, sizes):
     shape = TownShape.of(town)
     torch.manual_seed(0)
     perception, world_model = Perception(shape, 16, 4), WorldModel(shape, 4, 24, 2)
-    told = goal_targets(town), timetable(town.pack)
+    told = goal_targets(town), timetable(town.pack), menu(town.pack)
     policy = Policy(shape, perception.belief_dim, 24, *told, sizes.meta_period, 0.2)
     social = Social(shape, 8)
     for module in (perception, world_model, social):

@@ -69,7 +69,8 @@ def make(name: str, shape):
     """The module with weights that say something, and state input -> state output."""
     targets = (torch.rand(shape.num_goals, 8) > 0.8) * 0.95
     hours = torch.rand(shape.lifespan + 1, shape.num_affordances, 3)
-    policy = Policy(shape, 2 * shape.num_affordances + 4, 24, targets, hours, 4, 0.2)
+    menu = torch.rand(shape.num_affordances, 17)
+    policy = Policy(shape, 2 * shape.num_affordances + 4, 24, targets, hours, menu, 4, 0.2)
     modules = {
         "perception": (Perception(shape, 16, 4), {6: 4}),
         "world_model": (WorldModel(shape, 4 - LOOK, 24, 3), {}),

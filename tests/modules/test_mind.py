@@ -12,7 +12,7 @@ from pipeline.modules.perception import Perception
 from pipeline.modules.policy import Policy
 from pipeline.modules.social import Social
 from pipeline.modules.world_model import WorldModel
-from pipeline.town.tables import timetable
+from pipeline.town.tables import menu, timetable
 
 PERIOD, WORLDS = 4, 6
 
@@ -22,7 +22,8 @@ def mind(town, shape):
     perception, world_model = Perception(shape, 16, 4), WorldModel(shape, 4, 24, 3)
     targets = torch.zeros(shape.num_goals, 8)
     targets[torch.arange(8), torch.arange(8)] = 0.9
-    policy = Policy(shape, perception.belief_dim, 24, targets, timetable(town.pack), PERIOD, 0.2)
+    told = targets, timetable(town.pack), menu(town.pack)
+    policy = Policy(shape, perception.belief_dim, 24, *told, PERIOD, 0.2)
     torch.nn.init.normal_(policy.future_weight[-1].weight, std=2.0)  # imagination matters
     torch.nn.init.normal_(perception.location_table.weight, std=0.1)
     mind = Mind(perception, world_model, Social(shape, 8), policy, candidates=3, horizon=3)

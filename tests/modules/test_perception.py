@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.modules.contracts import LOOK, RawObservation, observation_from
+from pipeline.modules.contracts import LOOK, RawObservation, TownShape, observation_from
 from pipeline.modules.perception import PLACE_STD_MIN, Perception, PerceptionHeads
+from pipeline.town import Scripted, Town, load_pack
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +98,48 @@ def test_memory_is_the_true_map_where_the_agent_has_looked(town, shape):
     seen = memory > 0
     torch.testing.assert_close(memory[seen], truth[seen] + 1)
     assert 0.2 < seen.float().mean() < 1.0
+
+
+def test_a_place_out_of_view_is_heard_of_from_whoever_shows_that_he_uses_it():
+    town = Town(load_pack("l7_scarce"), num_layouts=8)
+    shape = TownShape.of(town)
+    names = [shape.cue_names[cue] for cue in shape.telling_cues]
+    assert names[0] == "is_working"  # one of two places; the others tell which
+    assert sorted(names[1:]) == sorted(f"uses_{place}" for place in shape.affordance_names)
+    module = Perception(shape, hidden=16, latent=4)
+    players, world = Scripted(town, ["expert"]), town.reset(9, 4)
+    lives = players.reset(world)
+    memory = torch.zeros(4 * shape.num_agents, shape.num_cells)
+    told = 0
+    for _ in range(25):
+        obs = observation_from(town.observe(world), 2)
+        seen = module.remember(obs.view, obs.self_state, memory)
+        memory = module.hear(obs.self_state, obs.cues, obs.others_offset, seen)
+        in_view = (seen > 0) & (seen <= shape.num_cell_codes)
+        assert torch.equal(memory[in_view], seen[in_view])  # one's own eyes are believed
+        told += int(((seen == 0) & (memory > 0)).sum())
+        actions, _, lives = players.act(world, lives)
+        world = town.step_core(world, actions)
+    assert told > 20
+    truth = torch.zeros(memory.shape, dtype=torch.int64)
+    cells = town.affordance_cells[world["layout"]].repeat_interleave(shape.num_agents, 0)
+    truth.scatter_(1, cells, torch.arange(1, shape.num_affordances + 1).expand(len(cells), -1))
+    row, cell = (memory > shape.num_cell_codes).nonzero().unbind(1)
+    rank = memory[row, cell].long() - shape.num_cell_codes - 1
+    heard = [shape.affordance_names[place - 1] for place in truth[row, cell].tolist()]
+    assert [names[r] for r in rank.tolist()] == [f"uses_{place}" for place in heard]
+
+
+@pytest.mark.parametrize("offset", [-9.0, 9.0, 1e30, float("inf"), float("nan")])
+def test_what_is_shown_beside_the_map_is_not_heard(shape, offset):
+    module = Perception(shape, hidden=16, latent=4)
+    own = torch.full((2, shape.self_dim), 0.5)
+    cues = torch.ones(2, shape.num_others, shape.num_cues)
+    others = torch.full((2, shape.num_others, 2), offset)
+    nothing = torch.zeros(2, shape.num_cells)
+    assert not module.hear(own, cues, others, nothing).any()
+    here = module.hear(own, cues, torch.zeros_like(others), nothing)
+    assert (here > shape.num_cell_codes).sum(1).tolist() == [1, 1]
 
 
 def test_a_table_that_knows_gives_the_place_exactly(shape):

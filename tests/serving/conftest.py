@@ -32,7 +32,7 @@ def mind(shape):
     from pipeline.modules.world_model import WorldModel
     from pipeline.serving.agent import STATE
     from pipeline.town import Town, load_pack
-    from pipeline.town.tables import timetable
+    from pipeline.town.tables import menu, timetable
     from stages.agent import blank
 
     torch.manual_seed(3)
@@ -40,7 +40,7 @@ def mind(shape):
     town = Town(load_pack("l4_contention"), num_layouts=8)
     perception, targets = Perception(shape, 16, 8), torch.zeros(shape.num_goals, 8)
     targets[torch.arange(8), torch.arange(8)] = 0.9
-    told = targets, timetable(town.pack)
+    told = targets, timetable(town.pack), menu(town.pack)
     policy = Policy(shape, perception.belief_dim, 32, *told, 4, 0.2)
     torch.nn.init.normal_(policy.future_weight[-1].weight, std=2.0)  # imagination matters
     torch.nn.init.normal_(perception.location_table.weight, std=0.1)

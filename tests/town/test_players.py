@@ -12,7 +12,7 @@ from rich.progress import Progress
 from benchmarks.discriminate import REQUIRED, loss, measure
 from pipeline.town import Scripted, Town, load_pack, personalities
 from pipeline.town.config import PACKS, build_pack
-from pipeline.town.town import INTERACT, LEFT, RIGHT
+from pipeline.town.town import INTERACT, LEFT, RIGHT, WAIT
 from pipeline.town.tune import HELD_OUT_LAYOUTS, play
 
 BASE = yaml.safe_load((PACKS / "l4_contention.yaml").read_text())
@@ -127,9 +127,24 @@ def test_who_searches_weighs_what_may_be_found_against_what_is_known():
             assert actions[0, 0] == RIGHT
 
 
-def test_what_is_watched_is_what_acting_sees():
+def test_who_watches_learns_a_place_from_whoever_is_seen_using_it():
+    """Agent 0 sees eight cells around it whether somebody uses a place; the meal is at 10."""
+    for column, learns in ((18, True), (19, False)):
+        town = street(agents=2, cue_distance=8)
+        before = standing(town, column, 10, satiation=0.4)
+        state = town.step_core(before, torch.tensor([[WAIT, INTERACT]]))
+        known = {}
+        for name in ("expert_watching", "expert_searching"):
+            players = Scripted(town, [name])
+            seen = players.act(state, players.reset(state))[2]["seen"]
+            known[name] = seen[0, 0, 10].item()
+        assert known == {"expert_watching": learns, "expert_searching": False}
+
+
+@pytest.mark.parametrize("name", ["expert_searching", "expert_watching"])
+def test_what_is_watched_is_what_acting_sees(name):
     town = Town(load_pack("l7_scarce"), num_layouts=16)
-    players = Scripted(town, ["expert_searching"])
+    players = Scripted(town, [name])
     state = town.reset(3, 4)
     acting = watching = players.reset(state)
     for _ in range(8):

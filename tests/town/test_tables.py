@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pipeline.town import Town, load_pack
-from pipeline.town.tables import timetable
+from pipeline.town.tables import menu, timetable
 from pipeline.town.town import INTERACT, WAIT
 
 TOWN = Town(load_pack("l7_scarce").model_copy(update={"agents": 1}), num_layouts=8)
@@ -62,3 +62,26 @@ def test_using_a_place_costs_what_is_posted():
         torch.testing.assert_close(paid[free], posted[tick, free, 2], atol=1e-5, rtol=0)
         costs.append(posted[tick, :, 2])
     assert len({tuple(row.tolist()) for row in costs}) == 2  # and back again
+
+
+def test_a_use_gives_what_the_menu_says():
+    f, offered = TOWN.num_affordances, menu(TOWN.pack)
+    per_tick, finished, duration = offered.split([8, 8, 1], 1)
+    assert duration.flatten().tolist() == [a.duration for a in TOWN.pack.affordances]
+    used = waited = TOWN.rearrange(
+        standing(100), meters=torch.full((f, 1, 8), 0.4).index_fill_(2, torch.tensor(MONEY), 0.6)
+    )
+    open_ = timetable(TOWN.pack)[100, :, 0] == 0
+    for tick in range(2):
+        used, waited = (
+            TOWN.step_core(state, torch.full((f, 1), action))
+            for state, action in ((used, INTERACT), (waited, WAIT))
+        )
+        gained = (used["meters"] - waited["meters"])[:, 0] + (tick + 1) * torch.tensor(
+            [TOWN.pack.interact_price.get(name, 0.0) for name in TOWN.meter_names]
+        )
+        expected = (tick + 1) * per_tick + finished * (duration == tick + 1)
+        expected[:, MONEY] -= (tick + 1) * timetable(TOWN.pack)[100, :, 2]
+        rows = open_ & (duration[:, 0] >= tick + 1)
+        assert rows.sum() > 4
+        torch.testing.assert_close(gained[rows], expected[rows], atol=4e-3, rtol=0)

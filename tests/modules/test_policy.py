@@ -1,0 +1,63 @@
+"""Module D's readable rule: what a place is worth, worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeline.modules.policy import HOUR_UNITS, Prospects
+
+ENERGY, MONEY = 0, 3
+MENU = torch.zeros(2, 17)
+MENU[0, ENERGY], MENU[0, 8 + ENERGY], MENU[0, 16] = 0.1, 0.2, 4  # a bed
+MENU[1, MONEY], MENU[1, 16] = 0.05, 2  # work
+
+
+@pytest.fixture
+def rule() -> Prospects:
+    rule = Prospects(MENU, MONEY)
+    with torch.no_grad():
+        for name, value in {
+            "worth": 0.0, "fear": 0.0, "drain": 0.0, "overhead": -30.0, "queue": 1.0, "habit": 0.5,
+        }.items():  # fmt: skip
+            getattr(rule, name).fill_(value)
+        rule.worth[ENERGY], rule.worth[MONEY] = 1.0, 2.0
+    return rule.requires_grad_(False)
+
+
+def ask(rule, walk=0.0, until=0.0, left=24.0, price=0.0, progress=0.0, rivals=0.0, pursued=0.0,
+        money=0.5, energy=0.2):  # fmt: skip
+    meters = torch.full((1, 8), 0.5)
+    meters[0, ENERGY], meters[0, MONEY] = energy, money
+    each = (torch.full((1, 2), float(x)) for x in (walk, progress, rivals, pursued))
+    walk, progress, rivals, pursued = each
+    hours = torch.tensor([[until, left, price]] * 2) * torch.tensor(HOUR_UNITS)
+    return rule(meters, walk, progress, rivals, pursued, hours.unsqueeze(0))[0]
+
+
+def test_the_rate_is_the_gain_over_the_ticks_it_takes(rule):
+    torch.testing.assert_close(ask(rule), torch.tensor([0.6 / 4, 2 * 0.1 / 2]))
+    torch.testing.assert_close(ask(rule, walk=4), torch.tensor([0.6 / 8, 2 * 0.1 / 6]))
+    torch.testing.assert_close(ask(rule, walk=1, until=4), ask(rule, walk=4))
+    torch.testing.assert_close(ask(rule, pursued=1), 1.5 * ask(rule))
+    wait = torch.nn.functional.softplus(torch.tensor(1.0)).item()
+    torch.testing.assert_close(ask(rule, rivals=2), ask(rule, walk=2 * wait))
+
+
+def test_a_use_is_cut_short_by_closing_or_by_want_of_money_and_paid_for(rule):
+    closing = ask(rule, left=3)[0].item()  # three ticks, not completed
+    assert closing == pytest.approx(0.3 / 3, abs=1e-6)
+    poor = ask(rule, price=0.1, money=0.2)[0].item()  # two ticks, for all that it has
+    assert poor == pytest.approx((0.2 - 2 * 0.2) / 2, abs=1e-6)
+    begun = ask(rule, progress=3)[0].item()  # one tick is left, and completes it
+    assert begun == pytest.approx(0.3, abs=1e-6)
+    full = ask(rule, energy=0.9)[0].item()
+    assert full == pytest.approx(0.1 / 4, abs=1e-6)
+
+
+def test_what_drains_on_the_way_and_what_is_feared_count(rule):
+    rule.drain[ENERGY] = 5.0  # hundredths a tick
+    rule.fear[ENERGY], rule.comfort[ENERGY] = 1.0, 0.5
+    # In four ticks 0.4 become 0.2; with the bed 0.8.
+    expected = (0.6 - (0.0 - (0.5 - 0.2) ** 2)) / 4
+    assert ask(rule, energy=0.4)[0].item() == pytest.approx(expected, abs=1e-6)

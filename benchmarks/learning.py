@@ -139,7 +139,8 @@ class Reflexes(Learner):
         )  # fmt: skip
         places = self.mind.policy.places
         nobody = torch.zeros_like(known[:, :1]).expand(-1, self.shape.num_goals)
-        f = Features(mean, log_std[:, :places], known, nobody, state.goal)
+        none = nobody[:, : self.shape.num_affordances, None].expand(-1, -1, 3)
+        f = Features(mean, log_std[:, :places], known, nobody, none, state.goal, state.moved)
         action, chosen, logits = reflexes(self, f, world, obs.action_mask)
         record: Record = {"action": action, "goal": chosen, "action_logits": logits}
         return action.unflatten(0, (-1, n)), Memory(state._replace(belief=belief), None), record
@@ -229,7 +230,8 @@ class Ticks:
             return s.town.observe(world), s.town.step_and_reset_core(world, action)
 
         mean, log_std, known, *_ = perceive(obs, state.belief)
-        f = Features(mean, log_std[:, : s.mind.policy.places], known, zero, state.goal)
+        none, places = torch.zeros(self.slots, s.shape.num_affordances, 3), s.mind.policy.places
+        f = Features(mean, log_std[:, :places], known, zero, none, state.goal, state.moved)
         work: dict[str, tuple[Callable, tuple]] = {
             "town": (play, (self.world, action)),
             "perception": (perceive, (obs, state.belief)),

@@ -89,7 +89,8 @@ class StudiedMind(Mind):
             state = state._replace(belief=torch.zeros_like(state.belief))
         belief, social, social_state, f = super().sense(obs, state)
         if self.variant == "no_social":
-            f = f._replace(rivals=torch.zeros_like(f.rivals))
+            nobody = {x: torch.zeros_like(getattr(f, x)) for x in ("rivals", "ahead")}
+            f = f._replace(**nobody)
         return belief, social, social_state, f
 
     def imagine(

@@ -49,7 +49,7 @@ def limits(shape: TownShape) -> dict[str, list[float]]:
 def blank(slots: int, recurrent_dim: int, others: int, social_dim: int) -> AgentState:
     zeros = torch.zeros(slots, dtype=torch.int64)
     return AgentState(
-        torch.zeros(slots, recurrent_dim), torch.zeros(slots, others, social_dim), *[zeros] * 4
+        torch.zeros(slots, recurrent_dim), torch.zeros(slots, others, social_dim), *[zeros] * 5
     )
 
 

@@ -12,7 +12,7 @@ from pipeline.export.frozen import freeze, load_frozen
 from pipeline.files import atomic_path, write_card, write_json
 from pipeline.learning.train_policy import first_state, goal_targets, train_policy
 from pipeline.modules.agent import AgentState, Mind
-from pipeline.modules.contracts import Features, TownShape
+from pipeline.modules.contracts import LEADS, Features, TownShape
 from pipeline.modules.critic import Critic
 from pipeline.modules.policy import Policy, PolicyAct, PolicyEnded, PolicyPrior, PolicyWeigh
 from pipeline.params import Params
@@ -70,7 +70,9 @@ def keep_policy(
         "log_std": torch.zeros(4, policy.places),
         "known_state": torch.rand(4, shape.self_dim, generator=torch.Generator().manual_seed(0)),
         "rivals": torch.zeros(4, shape.num_goals),
+        "ahead": torch.zeros(4, shape.num_affordances, len(LEADS)),
         "pursued": torch.zeros(4, dtype=torch.int64),
+        "moved": torch.zeros(4, dtype=torch.int64),
     }
     assert tuple(f) == Features._fields
     goal = {"goal": torch.zeros(4, dtype=torch.int64)}

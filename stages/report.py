@@ -12,6 +12,7 @@ from pipeline.files import atomic_path
 MODULE_ROWS: dict[str, list[tuple[str, str, str | None]]] = {
     "perception": [
         ("map_seen_accuracy", "map, cells seen before", "map_seen_accuracy_last_view"),
+        ("map_heard_accuracy", "map, cells that others' cues told of", None),
         ("map_unseen_accuracy", "map, cells never seen", "map_unseen_accuracy_prior"),
         ("view_accuracy", "this tick's view, from the belief", None),
         ("next_view_accuracy", "next tick's view", "next_view_accuracy_persistence"),

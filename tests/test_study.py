@@ -68,7 +68,7 @@ def test_each_variant_lacks_what_it_says_and_nothing_else():
     assert imagined.any()
 
     f, memory, returns = sensed("no_social")
-    assert not f.rivals.any()
+    assert not torch.cat([f.rivals, f.ahead.flatten(1)], -1).any()
     assert torch.equal(f.mean, full.mean)
     assert torch.equal(memory, remembered)
     assert returns.any()

@@ -89,6 +89,7 @@ def first_state(
         goal=zeros,
         goal_age=zeros,
         clock=torch.arange(worlds).repeat_interleave(agents),
+        moved=zeros,
         rng=zeros,
     )
 
@@ -102,6 +103,7 @@ def forget(state: AgentState, over: Tensor) -> AgentState:
         goal=state.goal,
         goal_age=torch.where(over, 0, state.goal_age),
         clock=state.clock,
+        moved=torch.where(over, 0, state.moved),
         rng=state.rng,
     )
 
@@ -209,7 +211,10 @@ class Learner:
                 expert_action, expert_goal, remembered = self.expert.act(world, remembered)
             acted = torch.where(driven.unsqueeze(-1), expert_action, acted)
             led = driven.repeat_interleave(n)
-            agent = agent._replace(goal=torch.where(led, expert_goal.flatten(), agent.goal))
+            agent = agent._replace(
+                goal=torch.where(led, expert_goal.flatten(), agent.goal),
+                moved=acted.flatten() + 1,
+            )
             record["expert_action"] = expert_action.flatten()
             record["expert_goal"] = expert_goal.flatten()
         elif self.expert is not None and thinking is not None:

@@ -42,6 +42,8 @@ class AgentState(NamedTuple):
     """int64 [.] ticks the goal has been pursued; 0 while there is none."""
     clock: Tensor
     """int64 [.] ticks lived; D1 deliberates when it is a multiple of `meta_period`."""
+    moved: Tensor
+    """int64 [.] the last action + 1; 0 at the start of a life."""
     rng: Tensor
     """int64 [.] in [0, 2^31 - 2): the agent's own random numbers; any start is a fair one."""
 
@@ -146,7 +148,9 @@ class Mind(nn.Module):
             belief.log_std[..., : self.policy.places],
             belief.known_state,
             rivals_of(social),
+            social.ahead,
             torch.where(state.goal_age > 0, state.goal, social.goal_dist.shape[-1]),
+            state.moved,
         )
         return belief, social, social_state, features
 
@@ -171,15 +175,17 @@ class Mind(nn.Module):
         mean, log_std, known, legal = (
             repeat(x) for x in (f.mean, belief_log_std, f.known_state, mask)
         )
-        rivals, pursued = repeat(f.rivals), repeat(f.pursued)
+        minded = repeat(f.rivals), repeat(f.ahead), repeat(f.pursued)
+        moved = repeat(f.moved)
         alive = torch.ones_like(mean[:, 0])
         total, trust, novel = torch.zeros_like(alive), torch.ones_like(alive), alive < 0
         steps: list[tuple[Tensor, ...]] = []
         discount = 1.0
         for _ in range(self.horizon):
-            now = Features(mean, log_std[:, : self.policy.places], known, rivals, pursued)
+            now = Features(mean, log_std[:, : self.policy.places], known, *minded, moved)
             logits = masked_logits(self.policy.action_logits(now, goal), legal)
             action = logits.argmax(-1)
+            moved = action + 1
             mean, log_std, known, reward, survives, value, legal_logit, _, sure, new = (
                 self.imagine_tick(mean, log_std, known, action)
             )
@@ -271,7 +277,13 @@ class Mind(nn.Module):
             "action_log_prob": log_prob_of(action_logits, action),
         }
         state = AgentState(
-            belief.recurrent_state, social_state, goal, goal_age, state.clock + 1, state.rng
+            belief.recurrent_state,
+            social_state,
+            goal,
+            goal_age,
+            state.clock + 1,
+            action + 1,
+            state.rng,
         )
         return action, state, record
 
@@ -294,7 +306,7 @@ class Mind(nn.Module):
         likeliest action could pace up and down for ever where it knows no better.)
 
         Returns:
-            action int64 [.], the five fields of the new `AgentState`, the fields of `Thoughts`;
+            action int64 [.], the fields of the new `AgentState`, the fields of `Thoughts`;
             what is imagined is zero for those who do not deliberate.
         """
 
@@ -349,13 +361,15 @@ class Mind(nn.Module):
                 action_logits,
             ]
         )
+        action = (action_logits + noise).argmax(-1)
         return (
-            (action_logits + noise).argmax(-1),
+            action,
             belief.recurrent_state,
             social_state,
             goal,
             goal_age,
             state.clock + 1,
+            action + 1,
             rng,
             *thoughts,
         )
@@ -367,14 +381,16 @@ class Mind(nn.Module):
         place_log_std: Tensor,
         known_state: Tensor,
         rivals: Tensor,
+        ahead: Tensor,
         pursued: Tensor,
+        moved: Tensor,
         mask: Tensor,
         candidates: Tensor,
         prior: Tensor,
     ) -> tuple[Tensor, ...]:
         """Imagine the candidates and weigh them: D1's goal logits float32 [., G], then the imagined
         actions, rewards, meters, returns, confidence and reasons of `Thoughts`."""
-        f = Features(mean, place_log_std, known_state, rivals, pursued)
+        f = Features(mean, place_log_std, known_state, rivals, ahead, pursued, moved)
         future, returns = self.imagine(log_std, f, mask, candidates)
         return (
             self.policy.goal_logits(prior, candidates, returns, future.confidence),

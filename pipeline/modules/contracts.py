@@ -20,6 +20,10 @@ from torch import Tensor
 from pipeline.files import HamletError
 
 METERS = 8
+STEPS = {"UP": (0.0, -1.0), "DOWN": (0.0, 1.0), "LEFT": (-1.0, 0.0), "RIGHT": (1.0, 0.0)}
+"""Cells to the right and down that an action moves; others move none."""
+LEADS = (0.0, 3.0, 6.0)
+"""Ticks by which somebody may be at a place before the agent."""
 OFFSET_UNIT = 4.0
 """Cells in which `others_offset` is told."""
 LOOK = 3
@@ -166,6 +170,9 @@ class SocialPrediction(NamedTuple):
     """float32 [., M] probability that the likeliest goal is the true one."""
     reason: Tensor
     """int64 [., M] index into SOCIAL_REASONS."""
+    ahead: Tensor
+    """float32 [., F, 3] how many of the visible others are expected to want each place and to be
+    there at least so many ticks of LEADS before the agent could be."""
 
 
 class Goal(NamedTuple):
@@ -193,8 +200,12 @@ class Features(NamedTuple):
     """float32 [., K]."""
     rivals: Tensor
     """float32 [., G] expected number of others pursuing each goal, weighted by confidence."""
+    ahead: Tensor
+    """float32 [., F, 3] of `SocialPrediction`."""
     pursued: Tensor
     """int64 [.] the goal that was pursued until now; G at the beginning of a life."""
+    moved: Tensor
+    """int64 [.] the last action + 1; 0 at the beginning of a life."""
 
 
 def rivals_of(social: SocialPrediction) -> Tensor:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.modules.contracts import LOOK, METERS, Features, TownShape
+from pipeline.modules.contracts import LEADS, LOOK, METERS, STEPS, Features, TownShape
 
 LOGIT_CAP = 15.0
 PLACE_WIDTH = 32
 HOUR_UNITS = (1 / 12, 1 / 12, 10.0)
-PLACE_FACTS = 13
+PLACE_FACTS = 16
 DOUBT = -3.5
 """log_std in map sizes from which on a place is not known; it is surely unknown 1 above it."""
 
@@ -43,6 +43,7 @@ class Policy(nn.Module):
     """
 
     goal_targets: Tensor
+    steps: Tensor
     posted: Tensor
     posted_at: Tensor
 
@@ -74,6 +75,8 @@ class Policy(nn.Module):
         self.future_weight = mlp(3, 16, 1)
         for parameter in self.future_weight[-1].parameters():
             nn.init.zeros_(parameter)
+        steps = [(0.0, 0.0), *(STEPS.get(name, (0.0, 0.0)) for name in shape.action_names)]
+        self.register_buffer("steps", torch.tensor(steps), persistent=False)
         self.register_buffer("goal_targets", goal_targets)
         posted, posted_at = timetable.unique(dim=0, return_inverse=True)
         self.register_buffer("posted", posted * posted.new_tensor(HOUR_UNITS))
@@ -98,28 +101,28 @@ class Policy(nn.Module):
 
     def place_facts(self, f: Features) -> Tensor:
         """float32 [., F, PLACE_FACTS] of every place: its offset, its doubt, how far it is, whether
-        the agent is there, how many others are expected to want it, whether it is the goal pursued
-        until now, the timetable, and what going there would be worth, or, where it is not known,
-        looking for it."""
+        the agent is there, how many others are expected to want it, to be there before, and to be
+        waited for, whether it is the goal pursued until now, whether the last step led to it, the
+        timetable, and what going there would be worth, or, where it is not known, looking for
+        it."""
         cells, count = self._cells(f), self.shape.num_affordances
         distance = cells.abs().sum(-1) / (self.shape.width + self.shape.height)
         there = (-4 * cells.square().sum(-1)).exp()
         spread = f.log_std.unflatten(-1, (-1, 2))
-        rivals, pursued, hours = (
-            f.rivals[..., :count],
-            self._pursued(f)[..., :count],
-            self._hours(f),
-        )
+        pursued, hours = self._pursued(f)[..., :count], self._hours(f)
+        before = cells + F.embedding(f.moved, self.steps).unsqueeze(-2)
+        nearer = (before.abs().sum(-1) - cells.abs().sum(-1)).clamp(0.0, 1.0)
         doubt = (spread.amax(-1) - DOUBT).clamp(0.0, 1.0)
         look = f.mean[..., self.places : self.places + LOOK - 1]
         search = (look * look.new_tensor([self.shape.width, self.shape.height])).abs().sum(-1, True)
         walk = cells.abs().sum(-1) * (1 - doubt) + (search + self.prospects.search) * doubt
         progress = 10 * f.known_state[..., self.progress, None] * there * (1 - doubt)
         meters = f.known_state[..., :METERS]
-        rate = 10 * self.prospects(meters, walk, progress, rivals, pursued, hours)
-        each = torch.stack([distance, there, rivals, pursued], -1)
+        wait = self.prospects.wait(f.ahead) * (1 - doubt)
+        rate = 10 * self.prospects(meters, walk, progress, wait, pursued, nearer, hours)
+        each = [distance, there, f.rivals[..., :count], f.ahead[..., 0], wait / 8, pursued, nearer]
         rates = torch.stack([rate * (1 - doubt), rate * doubt], -1)
-        return torch.cat([cells / 4, spread, each, hours, rates], -1)
+        return torch.cat([cells / 4, spread, torch.stack(each, -1), hours, rates], -1)
 
     def prior_logits(self, f: Features) -> Tensor:
         """float32 [., G] D1's first thought, before imagination."""
@@ -241,6 +244,19 @@ class Prospects(nn.Module):
         self.queue = nn.Parameter(torch.ones(()))
         self.search = nn.Parameter(torch.full((), 6.0))
         self.habit = nn.Parameter(torch.zeros(()))
+        self.heading = nn.Parameter(torch.zeros(()))
+
+    def wait(self, ahead: Tensor) -> Tensor:
+        """float32 [., F] ticks until those who are there before are done, were each use whole.
+
+        Args:
+            ahead: float32 [., F, 3] of `SocialPrediction`: counted in the middle of their leads.
+        """
+        reached = [*ahead.unbind(-1), torch.zeros_like(ahead[..., 0])]
+        duration, waits = self.menu[:, -1], []
+        for lead, enough, more in zip(LEADS, reached, reached[1:], strict=False):
+            waits.append((enough - more) * F.relu(duration - lead - 1))
+        return reduce(torch.add, waits)
 
     def value(self, meters: Tensor) -> Tensor:
         short = F.relu(self.comfort - meters)
@@ -253,16 +269,18 @@ class Prospects(nn.Module):
         meters: Tensor,
         walk: Tensor,
         progress: Tensor,
-        rivals: Tensor,
+        wait: Tensor,
         pursued: Tensor,
+        nearer: Tensor,
         hours: Tensor,
     ) -> Tensor:
         """float32 [., F].
 
         Args:
             meters: float32 [., 8]; of each place float32 [., F]: walk, steps to it; progress, ticks
-            of its use that are done; rivals, others expected there; pursued, 1 where it is the
-            goal; hours: float32 [., F, 3] as `Policy` posts them.
+            of its use that are done; wait, ticks to wait there for others; pursued, 1 where it is
+            the goal; nearer, 1 where the last step led to it; hours: float32 [., F, 3] as `Policy`
+            posts them.
         """
         per_tick, finished, duration = self.menu.split([METERS, METERS, 1], -1)
         until, left, price = (hours / hours.new_tensor(HOUR_UNITS)).unbind(-1)
@@ -271,14 +289,14 @@ class Prospects(nn.Module):
         affordable = torch.where(price > 0, money / price.clamp_min(1e-3), remaining)
         stay = remaining.minimum(left).minimum(affordable)
         completes = (stay - remaining + 1).clamp(0.0, 1.0)
-        begin = walk.maximum(until) + F.softplus(self.queue) * rivals
+        begin = walk.maximum(until) + F.softplus(self.queue) * wait
         ticks = (begin + stay).unsqueeze(-1)
         idle = (meters.unsqueeze(-2) - 0.01 * self.drain * ticks).clamp(0.0, 1.0)
         paid = (price * stay).unsqueeze(-1) * self.paid_in
         gain = per_tick * stay.unsqueeze(-1) + finished * completes.unsqueeze(-1) - paid
         gained = self.value((idle + gain).clamp(0.0, 1.0)) - self.value(idle)
         rate = gained / (ticks.squeeze(-1) + F.softplus(self.overhead))
-        return rate * (1 + self.habit * pursued)
+        return rate * (1 + self.habit * pursued + self.heading * nearer)
 
 
 def soft_cap(logits: Tensor) -> Tensor:
@@ -303,9 +321,10 @@ class _Question(nn.Module):
 
 class PolicyPrior(_Question):
     def forward(
-        self, mean: Tensor, log_std: Tensor, known_state: Tensor, rivals: Tensor, pursued: Tensor
-    ):
-        f = Features(mean, log_std, known_state, rivals, pursued)
+        self, mean: Tensor, log_std: Tensor, known_state: Tensor, rivals: Tensor, ahead: Tensor,
+        pursued: Tensor, moved: Tensor,
+    ):  # fmt: skip
+        f = Features(mean, log_std, known_state, rivals, ahead, pursued, moved)
         return (self.policy.prior_logits(f),)
 
 
@@ -321,8 +340,8 @@ class PolicyWeigh(_Question):
 
 class PolicyAct(_Question):
     def forward(
-        self, mean: Tensor, log_std: Tensor, known_state: Tensor, rivals: Tensor, pursued: Tensor,
-        goal: Tensor,
+        self, mean: Tensor, log_std: Tensor, known_state: Tensor, rivals: Tensor, ahead: Tensor,
+        pursued: Tensor, moved: Tensor, goal: Tensor,
     ):  # fmt: skip
-        f = Features(mean, log_std, known_state, rivals, pursued)
+        f = Features(mean, log_std, known_state, rivals, ahead, pursued, moved)
         return (self.policy.action_logits(f, goal),)

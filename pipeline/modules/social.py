@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.modules.contracts import OFFSET_UNIT, SocialPrediction, TownShape
+from pipeline.modules.contracts import LEADS, OFFSET_UNIT, STEPS, SocialPrediction, TownShape
 
 AGE_UNIT = 32.0  # the state's last number counts ticks since an agent was visible, in this unit
 HEADING_KEPT = 0.8  # per tick, of the steps towards a place
-STEPS = {"UP": (0.0, -1.0), "DOWN": (0.0, 1.0), "LEFT": (-1.0, 0.0), "RIGHT": (1.0, 0.0)}
 PLACE_WIDTH = 16
 UNSEEN_AFTER = 16.0  # ticks out of sight after which the reason is `unseen`
 CONFLICT_ENTROPY = 0.6  # share of the maximal entropy at which visible cues conflict
@@ -117,7 +116,7 @@ class Social(nn.Module):
         others_offset: Tensor,
         others_action: Tensor,
         recurrent_state: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """`SocialPrediction` fields, then the new state [., M, recurrent_dim]."""
         goal, action, state = self.logits(
             mean,
@@ -135,6 +134,22 @@ class Social(nn.Module):
         unseen = state[..., -1] >= UNSEEN_AFTER / AGE_UNIT
         reason = torch.where(unseen, 1, torch.where(conflicting, 2, 0))
         prediction = SocialPrediction(
-            goal_dist, action.softmax(-1), goal_dist.amax(-1), reason.long()
+            goal_dist,
+            action.softmax(-1),
+            goal_dist.amax(-1),
+            reason.long(),
+            self.ahead(goal_dist, mean, visible, others_offset),
         )
         return (*prediction, state)
+
+    def ahead(
+        self, goal_dist: Tensor, mean: Tensor, visible: Tensor, others_offset: Tensor
+    ) -> Tensor:
+        """`ahead` of `SocialPrediction`; who would arrive together is half ahead."""
+        size = mean.new_tensor([self.shape.width, self.shape.height])
+        cells = mean[:, : self.places].unflatten(-1, (-1, 2)) * size
+        theirs = cells.unsqueeze(1) - (others_offset * OFFSET_UNIT).unsqueeze(2)
+        sooner = cells.abs().sum(-1).unsqueeze(1) - theirs.abs().sum(-1)
+        wants = goal_dist[..., : self.shape.num_affordances] * visible.unsqueeze(-1)
+        first = [(wants * (sooner - lead + 0.5).clamp(0.0, 1.0)).sum(1) for lead in LEADS]
+        return torch.stack(first, -1)

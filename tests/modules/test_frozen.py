@@ -28,7 +28,9 @@ def rows(module: str, shape, batch: int, rng: torch.Generator) -> dict[str, torc
 
     features = {
         "mean": real(d), "log_std": real(places), "known_state": real(shape.self_dim).sigmoid(),
-        "rivals": real(shape.num_goals).abs(), "pursued": whole(shape.num_goals + 1),
+        "rivals": real(shape.num_goals).abs(), "ahead": real(shape.num_affordances, 3).abs(),
+        "pursued": whole(shape.num_goals + 1),
+        "moved": whole(shape.num_actions + 1),
     }  # fmt: skip
     others = {
         "cues": whole(2, m, shape.num_cues).float(),
@@ -74,7 +76,7 @@ def make(name: str, shape):
     modules = {
         "perception": (Perception(shape, 16, 4), {6: 4}),
         "world_model": (WorldModel(shape, 4 - LOOK, 24, 3), {}),
-        "social": (Social(shape, 16), {7: 4}),
+        "social": (Social(shape, 16), {7: 5}),
         "prior": (PolicyPrior(policy), {}),
         "ended": (PolicyEnded(policy), {}),
         "weigh": (PolicyWeigh(policy), {}),

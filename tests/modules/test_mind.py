@@ -44,6 +44,7 @@ def moment(town, shape, mind):
         torch.randint(shape.num_goals, (slots,), generator=rng),
         torch.randint(6, (slots,), generator=rng),
         torch.arange(slots),
+        torch.randint(shape.num_actions + 1, (slots,), generator=rng),
         torch.randint(2**31 - 2, (slots,), generator=rng),
     )
     return observation_from(town.observe(world), 2), state
@@ -59,10 +60,10 @@ def test_with_the_same_noise_explore_is_forward(mind, moment, shape):
     )
     expected, *rest = mind(*obs, *state)
     torch.testing.assert_close(action, expected)
-    for name, ours, theirs in zip(AgentState._fields[:5], after, rest, strict=False):
+    for name, ours, theirs in zip(AgentState._fields[:6], after, rest, strict=False):
         torch.testing.assert_close(ours, theirs, msg=name)
     assert record["deliberate"].nonzero().flatten().tolist() == slice_.tolist()
-    thoughts = Thoughts(*rest[6:])
+    thoughts = Thoughts(*rest[7:])
     decided = record["decide"]
     torch.testing.assert_close(
         record["goal_log_prob"][decided],

@@ -19,29 +19,35 @@ def rule() -> Prospects:
     with torch.no_grad():
         for name, value in {
             "worth": 0.0, "fear": 0.0, "drain": 0.0, "overhead": -30.0, "queue": 1.0, "habit": 0.5,
+            "heading": 0.25,
         }.items():  # fmt: skip
             getattr(rule, name).fill_(value)
         rule.worth[ENERGY], rule.worth[MONEY] = 1.0, 2.0
     return rule.requires_grad_(False)
 
 
-def ask(rule, walk=0.0, until=0.0, left=24.0, price=0.0, progress=0.0, rivals=0.0, pursued=0.0,
-        money=0.5, energy=0.2):  # fmt: skip
+def ask(rule, walk=0.0, until=0.0, left=24.0, price=0.0, progress=0.0, wait=0.0, pursued=0.0,
+        nearer=0.0, money=0.5, energy=0.2):  # fmt: skip
     meters = torch.full((1, 8), 0.5)
     meters[0, ENERGY], meters[0, MONEY] = energy, money
-    each = (torch.full((1, 2), float(x)) for x in (walk, progress, rivals, pursued))
-    walk, progress, rivals, pursued = each
+    each = (torch.full((1, 2), float(x)) for x in (walk, progress, wait, pursued, nearer))
+    walk, progress, wait, pursued, nearer = each
     hours = torch.tensor([[until, left, price]] * 2) * torch.tensor(HOUR_UNITS)
-    return rule(meters, walk, progress, rivals, pursued, hours.unsqueeze(0))[0]
+    return rule(meters, walk, progress, wait, pursued, nearer, hours.unsqueeze(0))[0]
 
 
 def test_the_rate_is_the_gain_over_the_ticks_it_takes(rule):
     torch.testing.assert_close(ask(rule), torch.tensor([0.6 / 4, 2 * 0.1 / 2]))
     torch.testing.assert_close(ask(rule, walk=4), torch.tensor([0.6 / 8, 2 * 0.1 / 6]))
     torch.testing.assert_close(ask(rule, walk=1, until=4), ask(rule, walk=4))
-    torch.testing.assert_close(ask(rule, pursued=1), 1.5 * ask(rule))
-    wait = torch.nn.functional.softplus(torch.tensor(1.0)).item()
-    torch.testing.assert_close(ask(rule, rivals=2), ask(rule, walk=2 * wait))
+    torch.testing.assert_close(ask(rule, pursued=1, nearer=1), 1.75 * ask(rule))
+    weight = torch.nn.functional.softplus(torch.tensor(1.0)).item()
+    torch.testing.assert_close(ask(rule, wait=2), ask(rule, walk=2 * weight))
+    # Of four ticks of use, who came a tick ago has three left, who came four ticks ago none.
+    just_now, before = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([1.0, 1.0, 0.0])
+    assert rule.wait(just_now.expand(1, 2, 3))[0].tolist() == [3.0, 1.0]
+    assert rule.wait(before.expand(1, 2, 3))[0].tolist() == [0.0, 0.0]
+    assert rule.wait((just_now + before).expand(1, 2, 3))[0].tolist() == [3.0, 1.0]
 
 
 def test_a_use_is_cut_short_by_closing_or_by_want_of_money_and_paid_for(rule):

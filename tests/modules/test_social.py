@@ -37,3 +37,22 @@ def test_steps_towards_a_place_are_kept_and_fade_out_of_sight(town, shape):
     state = tick(None, state)
     torch.testing.assert_close(state[0, 0, social.hidden : -1], 0.8 * heading[0])
     assert state[0, 0, -1] == 1 / AGE_UNIT
+
+
+def test_who_is_nearer_is_ahead_and_by_so_many_ticks(town, shape):
+    """A place six cells to the right; of the others one is at it, one beside me, one unseen."""
+    social = Social(shape, 8)
+    f, m = shape.num_affordances, shape.num_others
+    places = torch.full((1, f, 2), 40.0)
+    places[0, 0] = torch.tensor([6 / shape.width, 0.0])
+    mean = torch.cat([places.flatten(1), torch.zeros(1, 9)], 1)
+    wants = torch.zeros(1, m, shape.num_goals)
+    wants[..., 0] = 0.8
+    visible = torch.zeros(1, m, dtype=torch.bool)
+    visible[0, :2] = True
+    offset = torch.zeros(1, m, 2)
+    offset[0, 0, 0], offset[0, 2, 0] = 6 / OFFSET_UNIT, 6 / OFFSET_UNIT
+    ahead = social.ahead(wants, mean, visible, offset)
+    expected = torch.tensor([0.8 + 0.5 * 0.8, 0.8, 0.5 * 0.8])  # six ticks: hardly six
+    torch.testing.assert_close(ahead[0, 0], expected)
+    assert not ahead[0, 1:].any()  # nobody wants those

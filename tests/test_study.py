@@ -21,6 +21,7 @@ from pipeline.modules.policy import LOGIT_CAP, Policy
 from pipeline.params import load_params
 from pipeline.town import Scripted, Town, load_pack
 from pipeline.town.tables import menu, timetable
+from tests.learning.interrupted import Stopped, StoppedLog
 from tests.learning.minds import new_mind
 
 SIZES = load_params(Path(__file__).parents[1] / "tiny.yaml").policy
@@ -150,20 +151,9 @@ def test_a_cell_and_the_report_of_the_tiny_pipeline(copy):
 
 
 def test_an_interrupted_rival_ends_the_same(tmp_path, monkeypatch):
-    class Stopped(Exception):
-        pass
-
-    class Log:
-        def __init__(self, stop=None):
-            self.stop = stop
-
-        def steps(self, total, start):
-            for step in range(start, total):
-                if step == self.stop:
-                    raise Stopped
-                yield step
-
+    class Log(StoppedLog):
         def record(self, step, metrics):
+            super().record(step, metrics)
             assert "agreement" in metrics or "approx_kl" in metrics
 
     few = {"imitation_iterations": 3, "critic_iterations": 1, "ppo_iterations": 2, "rollout": 4}

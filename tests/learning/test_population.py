@@ -30,6 +30,7 @@ from pipeline.params import load_params
 from pipeline.town import Scripted, Town, load_pack
 from pipeline.town.evolution import GENES, founders, next_generation
 from pipeline.town.personalities import AgentDNA
+from tests.learning.interrupted import Stopped, StoppedLog
 from tests.learning.minds import new_mind
 
 PARAMS = load_params(Path(__file__).parents[2] / "tiny.yaml")
@@ -176,22 +177,6 @@ def test_ratings_are_those_whose_odds_fit():
 def test_a_member_that_is_interrupted_ends_the_same(town, tmp_path, monkeypatch):
     """Its strangers' minds and who came are part of what is kept."""
 
-    class Stopped(Exception):
-        pass
-
-    class Log:
-        def __init__(self, stop=None):
-            self.stop = stop
-
-        def steps(self, total, start):
-            for step in range(start, total):
-                if step == self.stop:
-                    raise Stopped
-                yield step
-
-        def record(self, step, metrics):
-            assert torch.isfinite(metrics["loss"])
-
     def train(file, stop=None):
         mind, blank = new_mind(town, SIZES)
         torch.manual_seed(4)
@@ -199,7 +184,7 @@ def test_a_member_that_is_interrupted_ends_the_same(town, tmp_path, monkeypatch)
         company = strangers(town, mind, blank, [0.5, 0.5])
         train_policy(
             town, TownShape.of(town), mind, blank, SIZES, PARAMS.compile, 0, tmp_path / file,
-            Log(stop), critic, company,
+            StoppedLog(stop), critic, company,
         )  # fmt: skip
         return mind.policy.state_dict() | critic.state_dict()
 

@@ -223,7 +223,7 @@ def train_monolith(
         data["advantages"], data["returns"] = estimate
         if imitating:
             left = 1 - iteration / params.imitation_iterations
-            imitation.set_learning_rate(params.imitation_learning_rate * max(left, 0.1))
+            imitation.set_learning_rate(params.imitation_learning_rate * max(left, 0.02))
         else:
             so_far = iteration - params.imitation_iterations
             left = min(1.0, (so_far + 1) / WARM_UP) * max(1 - so_far / afterwards, 0.05)

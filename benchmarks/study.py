@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,6 @@ from pipeline.learning.train_policy import (
     ACTION_STREAM,
     GOAL_STREAM,
     forget,
-    goal_targets,
     gumbel,
     train_policy,
 )
@@ -56,24 +57,24 @@ from pipeline.modules.contracts import (
 from pipeline.modules.policy import LOGIT_CAP, PLACE_FACTS, Policy, mlp, soft_cap
 from pipeline.params import Params, load_params
 from pipeline.town import Scripted, Town
-from pipeline.town.tables import menu, timetable
 from stages.collect import make_town
 from stages.common import threads
 from stages.evaluate import EVALUATION_SEED, life_of
 from stages.policy import make_mind
 
 RESULTS = Path(__file__).parent / "results" / "study"
-SHARES = {"worlds": 0.5, "imitation_iterations": 0.5, "ppo_iterations": 0.25}
+SHARES = {"worlds": 0.5, "imitation_iterations": 0.4, "ppo_iterations": 0.25}
 HELD_OUT_WORLDS = 64
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # by degrees of freedom
 VARIANTS = {
     "full": "the whole agent",
     "no_memory": "beliefs from what is in view only",
-    "no_imagination": "goals chosen by the first thought",
+    "no_imagination": "nothing is imagined: no menu, no futures",
     "no_social": "nobody's goals are guessed",
     "random_goals": "goals drawn at random",
     "flat": "no goals: actions chosen at once",
     "monolith": "a rival: one recurrent network, end to end",
+    "recurrent_ppo": "a rival: that network by PPO alone, no expert telling",
 }
 
 
@@ -182,16 +183,14 @@ class Everyone:
 
 def minds(params: Params, town: Town, variant: str) -> tuple[StudiedMind, Callable]:
     """The variant with a new module D, and its blank minds."""
-    whole, blank, cards = make_mind(params, town)
-    policy, sizes = whole.policy, params.policy
-    if kind := {"random_goals": RandomGoals, "flat": Flat}.get(variant):
-        policy = kind(
-            TownShape.of(town), cards[0]["belief_dim"], sizes.hidden, goal_targets(town),
-            timetable(town.pack), menu(town.pack), sizes.meta_period, sizes.emergency,
-        )  # fmt: skip
+    kind = {"random_goals": RandomGoals, "flat": Flat}.get(variant, Policy)
+    whole, blank, _ = make_mind(params, town, kind)
+    policy: Any = whole.policy
+    if variant == "no_imagination":
+        policy.prospects.menu.zero_()
     mind = StudiedMind(
-        whole.perceive, whole.imagine_tick, whole.read_others, policy, sizes.candidates,
-        sizes.horizon,
+        whole.perceive, whole.imagine_tick, whole.read_others, policy, whole.candidates,
+        whole.horizon,
     )  # fmt: skip
     mind.variant = variant
     return mind, blank
@@ -211,12 +210,28 @@ class Shown:
 
 
 def cell(params: Params, variant: str, seed: int) -> dict[str, Any]:
-    """Train and play one variant with one seed; what it got in the worlds that `evaluate` plays."""
+    """Train and play one variant with one seed; what it got in the worlds that `evaluate` plays.
+
+    `cpu_seconds` is what all threads together took to train it, compiling included; None where a
+    stopped training went on.
+    """
     less = {name: round(share * getattr(params.policy, name)) for name, share in SHARES.items()}
     every_tick = {"meta_period": 1} if variant == "flat" else {}
     sizes = params.policy.model_copy(update=less | every_tick)
     judged_in = params.seed + EVALUATION_SEED
+    if variant == "recurrent_ppo":
+        sizes = sizes.model_copy(
+            update={
+                "imitation_iterations": 0,
+                "ppo_iterations": sizes.imitation_iterations + sizes.ppo_iterations,
+                "epochs": sizes.imitation_epochs,
+                "minibatches": sizes.imitation_minibatches,
+                "teaching": 0.0,
+            }
+        )
     params = params.model_copy(update={"policy": sizes, "seed": seed})
+    # So few ticks with imagination are not worth compiling.
+    compiling = params.compile.model_copy(update={"rollout": False})
     town, strange = make_town(params), make_town(params, held_out=True)
     shape = TownShape.of(town)
     teacher: Any = Scripted(town, [sizes.teacher], seed)
@@ -224,8 +239,9 @@ def cell(params: Params, variant: str, seed: int) -> dict[str, Any]:
     settings = {"params": params.model_dump(mode="json"), "variant": variant}
     folder = Path("checkpoints") / f"study-{variant}-{seed}-{sha256_json(settings)[:16]}"
     folder.mkdir(parents=True, exist_ok=True)
+    resumed, began = any(folder.iterdir()), time.process_time()
     player: Any
-    if variant == "monolith":
+    if variant in ("monolith", "recurrent_ppo"):
         model = train_monolith(town, shape, teacher, sizes, seed, folder / "checkpoint.pt", log)
         player = MonolithLives(strange, shape, model)
         memory: Any = player.start(strange.reset(judged_in, HELD_OUT_WORLDS))
@@ -234,11 +250,12 @@ def cell(params: Params, variant: str, seed: int) -> dict[str, Any]:
             teacher = ActingExpert(teacher)
         mind, blank = minds(params, town, variant)
         train_policy(
-            town, shape, mind, blank, sizes, params.compile, seed, folder / "checkpoint.pt", log,
+            town, shape, mind, blank, sizes, compiling, seed, folder / "checkpoint.pt", log,
             teacher=teacher,
         )  # fmt: skip
         player = Everyone(strange, shape, mind, draws=variant in ("random_goals", "flat"))
         memory = blank(HELD_OUT_WORLDS)
+    worked = None if resumed else time.process_time() - began
     strange.eval(HELD_OUT_WORLDS)
     step = fused_step(strange, player)
     lived = evaluate(strange, step, memory, HELD_OUT_WORLDS, HELD_OUT_WORLDS, judged_in)
@@ -251,6 +268,7 @@ def cell(params: Params, variant: str, seed: int) -> dict[str, Any]:
         "mean_return": returns.mean().item(),
         "mean_return_ci95": 1.96 * returns.std().item() / len(returns) ** 0.5,
         "retired_fraction": lived["retired"].mean().item(),
+        "cpu_seconds": worked,
         "returns": [round(value, 3) for value in returns.tolist()],
     }
 
@@ -281,6 +299,13 @@ def report(cells: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             "mean_return_ci95": width,
             "retired_fraction": statistics.fmean(c["retired_fraction"] for c in of_seed.values()),
         }
+        of_whole = [
+            of_seed[s]["cpu_seconds"] / whole[s]["cpu_seconds"]
+            for s in both
+            if of_seed[s]["cpu_seconds"] and whole[s]["cpu_seconds"]
+        ]
+        if of_whole:
+            found[variant]["cpu"] = statistics.fmean(of_whole)
         if variant != "full" and costs:
             cost, width = interval(costs)
             found[variant] |= {"cost": cost, "cost_ci95": width, "matters": cost - width > 0}
@@ -294,19 +319,26 @@ def table(found: dict[str, dict[str, Any]], pack: str) -> str:
         "",
         f"By `dvc repro benchmarks/dvc.yaml`, on {pack}: module D trained anew without one of the",
         "modules, for as many ticks as the whole agent; mean return in held-out worlds. ± is half",
-        "the 95 % interval over seeds (Student's t), the cost being paired by seed.",
+        "the 95 % interval over seeds (Student's t), the cost being paired by seed; CPU is the",
+        "processor time of this training as a multiple of the whole agent's.",
         "",
-        "| variant | seeds | R | retired | costs | |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| variant | seeds | R | retired | CPU | costs | |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
+
+    def told(mean: float, width: float) -> str:
+        """One seed has no interval."""
+        return f"{mean:.1f} ± {width:.1f}" if math.isfinite(width) else f"{mean:.1f}"
+
     for row in found.values():
-        cost = f"{row['cost']:.1f} ± {row['cost_ci95']:.1f}" if "cost" in row else ""
-        verdict = ""
+        cost = told(row["cost"], row["cost_ci95"]) if "cost" in row else ""
+        cpu, verdict = f"{row['cpu']:.2f}" if "cpu" in row else "", ""
         if "matters" in row:
             verdict = "clear of zero" if row["matters"] else "not clear of zero"
         lines.append(
-            f"| {row['what']} | {len(row['seeds'])} | {row['mean_return']:.1f} ± "
-            f"{row['mean_return_ci95']:.1f} | {row['retired_fraction']:.3f} | {cost} | {verdict} |"
+            f"| {row['what']} | {len(row['seeds'])} | "
+            f"{told(row['mean_return'], row['mean_return_ci95'])} | "
+            f"{row['retired_fraction']:.3f} | {cpu} | {cost} | {verdict} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -316,9 +348,10 @@ def plot(found: dict[str, dict[str, Any]], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 0.5 + 0.45 * len(rows)), layout="constrained")
     widths = [row["mean_return_ci95"] if len(row["seeds"]) > 1 else 0.0 for row in rows]
     axes.barh([r["what"] for r in rows], [r["mean_return"] for r in rows], xerr=widths, height=0.6)
-    axes.set_xlabel("mean return of a life, held-out worlds (95 % over seeds)")
+    axes.set_xlabel("mean return of a life (95 % over seeds)")
     axes.spines[["top", "right"]].set_visible(False)
-    with atomic_path(path) as temporary:
+    equal_bytes = plt.rc_context({"svg.hashsalt": "study"})  # of equal cells
+    with atomic_path(path) as temporary, equal_bytes:
         figure.savefig(temporary, format="svg", metadata={"Date": None})
     plt.close(figure)
 

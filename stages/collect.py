@@ -15,6 +15,8 @@ from pipeline.town.personalities import HELD_OUT, TRAIN
 from stages import paths
 from stages.common import progress, stage
 
+# Watchers, since the agent will be one and meet its like; visitors, so that all uses are seen.
+PLAYERS = [*TRAIN, "expert", "random", *["expert_watching"] * 5, *["visitor"] * 2]
 HELD_OUT_SEED, MORTAL_SEED = 1, 2  # added to the seed: other worlds, other maps
 
 
@@ -66,7 +68,7 @@ def main() -> None:
         known, unknown = make_town(s.params), make_town(s.params, held_out=True)
         seed = s.params.seed
         groups = [
-            (known, Scripted(known, [*TRAIN, "expert", "random"], seed), params.worlds, seed),
+            (known, Scripted(known, PLAYERS, seed), params.worlds, seed),
             (
                 unknown,
                 Scripted(unknown, list(HELD_OUT), seed),

@@ -97,6 +97,14 @@ def bootstrap_ratio(a: Tensor, b: Tensor, seed: int) -> tuple[float, float]:
     return low, high
 
 
+def lead(agent: Tensor, player: Tensor) -> dict[str, float]:
+    """How much more the agent got than somebody else in the same worlds, and half of the 95 %
+    interval of it."""
+    more = agent - player
+    half = 1.96 * more.std().item() / len(more) ** 0.5
+    return {"agent_leads": more.mean().item(), "agent_leads_ci95": half}
+
+
 def save_gif(town: Town, frames: list[TensorDict], path: Any) -> None:
     images = [render_png(town, frame, 0).quantize(64, dither=Image.Dither.NONE) for frame in frames]
     with atomic_path(path) as temporary:
@@ -147,9 +155,12 @@ def main() -> None:
             "normalised_score_ci95": [score - margin, score + margin],
             "retired_fraction": lives["agent"]["retired"].mean().item(),
             "survival": lives["agent"]["ticks"].mean().item(),
+            "share_of_expert": mean["agent"] / mean["expert"],
+            "share_of_expert_ci95": bootstrap_ratio(by_world["agent"], by_world["expert"], seed),
             "scores": {
                 name: {
                     "mean_return": mean[name],
+                    **lead(by_world["agent"], by_world[name]),
                     "survival": played["ticks"].mean().item(),
                     "retired_fraction": played["retired"].mean().item(),
                 }

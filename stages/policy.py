@@ -14,6 +14,7 @@ from pipeline.learning.train_policy import first_state, goal_targets, train_poli
 from pipeline.modules.agent import AgentState, Mind
 from pipeline.modules.contracts import LEADS, Features, TownShape
 from pipeline.modules.critic import Critic
+from pipeline.modules.menu import imagined_menu, menu_error
 from pipeline.modules.policy import Policy, PolicyAct, PolicyEnded, PolicyPrior, PolicyWeigh
 from pipeline.params import Params
 from pipeline.town import Town
@@ -25,7 +26,7 @@ from stages.log import StageLog
 
 
 def make_mind(
-    params: Params, town: Town
+    params: Params, town: Town, kind: type[Policy] = Policy
 ) -> tuple[Mind, Callable[..., AgentState], list[dict[str, Any]]]:
     """The frozen A, B and C with a new D; blank minds of a number of worlds, and of agents in each;
     and the cards."""
@@ -33,14 +34,16 @@ def make_mind(
     perceive, a_card = load_frozen(paths.PERCEPTION, shape.pack_hash)
     imagine_tick, b_card = load_frozen(paths.WORLD_MODEL, shape.pack_hash)
     read_others, c_card = load_frozen(paths.SOCIAL, shape.pack_hash)
+    posted = timetable(town.pack)
+    offered = imagined_menu(imagine_tick, shape, a_card["belief_dim"], posted, town.pack.start_hour)
     torch.manual_seed(params.seed)
-    policy = Policy(
+    policy = kind(
         shape,
         a_card["belief_dim"],
         sizes.hidden,
         goal_targets(town),
-        timetable(town.pack),
-        menu(town.pack),
+        posted,
+        offered,
         sizes.meta_period,
         sizes.emergency,
     )
@@ -132,7 +135,10 @@ def main() -> None:
         keep_policy(policy, critic, shape, s.params, cards, paths.POLICY)
         log.write(paths.curve("policy"))
         tail = log.rows[-1] if log.rows else {}
-        write_json(paths.metrics("policy"), {k: v for k, v in tail.items() if k != "step"})
+        learned = {"menu_error": menu_error(policy.prospects.menu, menu(town.pack))}
+        s.run.metrics(learned)
+        numbers = {k: v for k, v in tail.items() if k != "step"} | learned
+        write_json(paths.metrics("policy"), numbers)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,11 @@ MODULE_ROWS: dict[str, list[tuple[str, str, str | None]]] = {
         ("goal_accuracy_after_20", "after 20 ticks", "goal_accuracy_prior"),
         ("next_action_accuracy", "others' next action", "next_action_accuracy_prior"),
     ],
+    "policy": [
+        ("goal_agreement", "goals, agreement with the teacher", None),
+        ("menu_error", "what a use gives, imagined: error as a share of it", None),
+        ("explained_variance", "the critic's value, explained variance", None),
+    ],
 }
 
 
@@ -56,20 +61,23 @@ def write_report(path: Path, metrics: Mapping[str, Mapping[str, Any]]) -> None:
         "",
         "## The agent (agent.onnx in ONNX Runtime)",
         "",
-        "| player | mean return | mean life, ticks | retired |",
-        "| --- | --- | --- | --- |",
+        "| player | mean return | mean life, ticks | retired | the agent gets more (95 %) |",
+        "| --- | --- | --- | --- | --- |",
     ]
     for name, score in sorted(evaluate["scores"].items(), key=lambda x: x[1]["mean_return"]):
+        more = f"{score['agent_leads']:+.1f} ± {score['agent_leads_ci95']:.1f}"
         lines.append(
             f"| {name} | {score['mean_return']:.1f} | {score['survival']:.1f} | "
-            f"{score['retired_fraction']:.3f} |"
+            f"{score['retired_fraction']:.3f} | {'' if name == 'agent' else more} |"
         )
     low, high = evaluate["ratio_over_rest_ci95"]
-    score = evaluate["normalised_score"]
+    score, share = evaluate["normalised_score"], evaluate["share_of_expert"]
+    least, most = evaluate["share_of_expert_ci95"]
     lines += [
         "",
         f"Over always-REST: {evaluate['ratio_over_rest']:.2f} times (95 % {low:.2f}-{high:.2f}).",
-        f"Normalised score (0 = always-REST, 1 = expert with the map): {score:.3f}.",
+        f"Of the expert's, who has the map: {share:.3f} (95 % {least:.3f}-{most:.3f}).",
+        f"Normalised score (0 = always-REST, 1 = that expert): {score:.3f}.",
     ]
     for name, rows in MODULE_ROWS.items():
         lines += ["", f"## {name}", "", "| what | value | baseline |", "| --- | --- | --- |"]

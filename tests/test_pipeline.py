@@ -368,9 +368,12 @@ def test_half_the_file_is_never_left_when_the_disk_is_full(copy):
 # ------------------------------------------------------------------------------------------------
 # Interrupts
 
-# As `python -m stages.X`, but every step is saved, so that there is something to resume from.
+# As `python -m stages.X`, but every step is saved, so that there is something to resume from, and
+# Ctrl-C is heard even where these tests are a shell's background job, to which it means nothing.
 EAGER = """
 import runpy
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from pipeline.learning.checkpoint import Checkpoint
 Checkpoint.__init__.__defaults__ = (0.0,)
 runpy.run_module("stages.{}", run_name="__main__")

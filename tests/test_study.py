@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.monolith import Monolith, MonolithPlayer, train_monolith
-from benchmarks.study import VARIANTS, ActingExpert, Flat, RandomGoals, StudiedMind, report
+from benchmarks.study import VARIANTS, ActingExpert, Flat, RandomGoals, StudiedMind, report, table
 from pipeline.learning.buffer import RolloutBuffer
 from pipeline.learning.checkpoint import Checkpoint
 from pipeline.learning.losses import log_prob_of, masked_logits
@@ -111,7 +111,14 @@ def test_random_goals_are_as_likely_as_each_other_and_are_still_pursued():
 
 def cells(costs: dict[str, list[float]]) -> list[dict]:
     return [
-        {"variant": v, "seed": s, "mean_return": r, "retired_fraction": 1.0, "pack": "x"}
+        {
+            "variant": v,
+            "seed": s,
+            "mean_return": r,
+            "retired_fraction": 1.0,
+            "pack": "x",
+            "cpu_seconds": 10.0 * s,
+        }
         for v, returns in costs.items()
         for s, r in enumerate(returns, 1)
     ]
@@ -126,6 +133,7 @@ def test_a_module_matters_when_its_cost_is_clear_of_zero():
     assert found["no_social"]["cost_ci95"] == pytest.approx(4.303 * 0.57735 / 3**0.5, rel=1e-3)
     assert found["no_social"]["matters"]
     assert not found["flat"]["matters"]
+    assert found["no_social"]["cpu"] == 1.0
     assert "cost" not in found["full"]
 
 
@@ -133,6 +141,8 @@ def test_one_seed_proves_nothing():
     found = report(cells({"full": [100], "no_social": [1]}))
     assert found["no_social"]["cost_ci95"] == float("inf")
     assert not found["no_social"]["matters"]
+    assert "| 99.0 | not clear of zero |" in table(found, "x")
+    assert "inf" not in table(found, "x")
 
 
 @pytest.mark.slow

@@ -446,7 +446,7 @@ def train_policy(
         if imitating:
             update = imitation
             left = 1 - iteration / params.imitation_iterations
-            update.set_learning_rate(params.imitation_learning_rate * max(left, 0.1))
+            update.set_learning_rate(params.imitation_learning_rate * max(left, 0.02))
         elif iteration < warm:
             update = critic_only
         else:

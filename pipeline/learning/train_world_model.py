@@ -197,10 +197,13 @@ def train_world_model(
     for step in log.steps(params.steps, start):
         update.set_learning_rate(params.learning_rate * (1 - step / params.steps))
         with region("data"):
-            batch = windows(experience, params.horizon, drawn.numel(), worlds, rng, own.flatten())
+            # Fed its own predictions before it knows the rules of one tick, it would learn wrong
+            # ones: what it thinks is the second tick of a use is the third.
+            horizon = params.horizon if 3 * step >= 2 * params.steps else 1
+            batch = windows(experience, horizon, drawn.numel(), worlds, rng, own.flatten())
             batch = TensorDict(
                 {k: v.unflatten(1, own.shape) for k, v in batch.items()},
-                batch_size=[params.horizon + 1, *own.shape],
+                batch_size=[horizon + 1, *own.shape],
             )
         log.record(step, update(batch))
         saved.save(step + 1)

@@ -215,6 +215,21 @@ class Mind(nn.Module):
         )
         return future, total.unflatten(0, (-1, c))
 
+    def pursue(
+        self, f: Features, state: AgentState, prior: Tensor, logits: Tensor
+    ) -> tuple[Tensor, AgentState]:
+        """Keep the goal, or take the likeliest by `logits` float32 [., G].
+
+        Returns:
+            whether there was a choice bool [.], and the state with the goal, a tick older.
+        """
+        deliberate = state.clock % self.policy.meta_period == 0
+        ended = self.policy.goal_ended(f.known_state, state.goal, state.goal_age)
+        decide = deliberate | ended | tempted(prior, state.goal)
+        goal = torch.where(decide, logits.argmax(-1), state.goal)
+        age = torch.where(decide, 0, state.goal_age) + 1
+        return decide, state._replace(goal=goal, goal_age=age, clock=state.clock + 1)
+
     def explore(
         self,
         obs: RawObservation,
@@ -239,7 +254,6 @@ class Mind(nn.Module):
         """
         belief, _, social_state, f = self.sense(obs, state)
         logits = prior = self.policy.prior_logits(f)
-        deliberate = state.clock % self.policy.meta_period == 0
         imagined = {}
         if slice_ is not None:
             part = Features(*(x[slice_] for x in f))
@@ -259,33 +273,22 @@ class Mind(nn.Module):
             }.items():
                 whole = value.new_zeros((prior.shape[0], *value.shape[1:]))
                 imagined[name] = whole.index_copy(0, slice_, value)
-        ended = self.policy.goal_ended(f.known_state, state.goal, state.goal_age)
-        decide = deliberate | ended | tempted(prior, state.goal)
-        goal = torch.where(decide, (logits + goal_noise).argmax(-1), state.goal)
-        goal_age = torch.where(decide, 0, state.goal_age) + 1
-        action_logits = masked_logits(self.policy.action_logits(f, goal), obs.action_mask)
+        decide, after = self.pursue(f, state, prior, logits + goal_noise)
+        action_logits = masked_logits(self.policy.action_logits(f, after.goal), obs.action_mask)
         action = (action_logits + action_noise).argmax(-1)
         record = {
             **{f"f_{name}": value for name, value in f._asdict().items()},
             **imagined,
             "mask": obs.action_mask,
-            "goal": goal,
+            "goal": after.goal,
             "action": action,
             "decide": decide,
-            "deliberate": deliberate,
-            "goal_log_prob": log_prob_of(logits, goal),
+            "deliberate": state.clock % self.policy.meta_period == 0,
+            "goal_log_prob": log_prob_of(logits, after.goal),
             "action_log_prob": log_prob_of(action_logits, action),
         }
-        state = AgentState(
-            belief.recurrent_state,
-            social_state,
-            goal,
-            goal_age,
-            state.clock + 1,
-            action + 1,
-            state.rng,
-        )
-        return action, state, record
+        after = after._replace(belief=belief.recurrent_state, social=social_state, moved=action + 1)
+        return action, after, record
 
     def draw(self, rng: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Gumbel noise float32 [., count] and the next state of the generator int64 [.].
@@ -339,13 +342,9 @@ class Mind(nn.Module):
             deliberate, belief.log_std, *f, obs.action_mask, candidates, prior
         )
 
-        ended = self.policy.goal_ended(f.known_state, state.goal, state.goal_age)
         logits = torch.where(deliberate[:, None], considered, prior)
-        decide = deliberate | ended | tempted(prior, state.goal)
-        goal = torch.where(decide, logits.argmax(-1), state.goal)
-        goal_age = torch.where(decide, 0, state.goal_age) + 1
-
-        action_logits = masked_logits(self.policy.action_logits(f, goal), obs.action_mask)
+        _, after = self.pursue(f, state, prior, logits)
+        action_logits = masked_logits(self.policy.action_logits(f, after.goal), obs.action_mask)
         noise, rng = self.draw(state.rng, action_logits.shape[1])
         thoughts = Thoughts._make(
             [
@@ -362,17 +361,8 @@ class Mind(nn.Module):
             ]
         )
         action = (action_logits + noise).argmax(-1)
-        return (
-            action,
-            belief.recurrent_state,
-            social_state,
-            goal,
-            goal_age,
-            state.clock + 1,
-            action + 1,
-            rng,
-            *thoughts,
-        )
+        after = after._replace(belief=belief.recurrent_state, social=social_state, moved=action + 1)
+        return action, *after._replace(rng=rng), *thoughts
 
     def consider(
         self,

@@ -26,6 +26,10 @@ LEADS = (0.0, 3.0, 6.0)
 """Ticks by which somebody may be at a place before the agent."""
 OFFSET_UNIT = 4.0
 """Cells in which `others_offset` is told."""
+PROGRESS = 10
+"""Ticks of use that are told apart."""
+PLACE_STD_MIN = 0.02
+"""Deviation, in map sizes, of a place that is known: a sixth of a cell on an 8x8 map."""
 LOOK = 3
 """Dimensions of the belief that say where to look for what was not seen yet."""
 

@@ -17,6 +17,7 @@ from pipeline.modules.contracts import (
     LOOK,
     METERS,
     OFFSET_UNIT,
+    PLACE_STD_MIN,
     BeliefDistribution,
     RawObservation,
     TownShape,
@@ -26,7 +27,6 @@ from pipeline.unseen import where_to_look
 VISION = 2  # cells that the 5x5 view shows to each side
 LOG_STD_MIN = -5.0
 LOG_STD_MAX = 2.0
-PLACE_STD_MIN = 0.02  # map sizes; a sixth of a cell on an 8x8 map: a place that is known
 LOCATION_SCALE = 60.0  # certainty needs log-odds of 10 to 20: far for steps of a few thousandths
 
 

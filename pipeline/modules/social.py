@@ -20,7 +20,7 @@ from pipeline.modules.contracts import LEADS, OFFSET_UNIT, STEPS, SocialPredicti
 AGE_UNIT = 32.0  # the state's last number counts ticks since an agent was visible, in this unit
 HEADING_KEPT = 0.8  # per tick, of the steps towards a place
 PLACE_WIDTH = 16
-UNSEEN_AFTER = 16.0  # ticks out of sight after which the reason is `unseen`
+UNSEEN_AFTER = 16.0  # ticks out of sight after which the reason is `unseen`, and all is forgotten
 CONFLICT_ENTROPY = 0.6  # share of the maximal entropy at which visible cues conflict
 
 
@@ -83,6 +83,9 @@ class Social(nn.Module):
             torch.cat([theirs * seen, spread, cues, seen, others_offset, action, clock], -1)
         )
         hidden, heading, age = recurrent_state.split([self.hidden, f, 1], -1)
+        # Left to itself for long, a GRU may pass a point from which roundings grow, and it knows
+        # nothing any more: who is out of sight for so long is read anew.
+        hidden = hidden * (age < UNSEEN_AFTER / AGE_UNIT)
         hidden = self.gru(encoded.flatten(0, 1), hidden.flatten(0, 1)).unflatten(0, (-1, m))
         age = torch.where(visible.unsqueeze(-1), torch.zeros_like(age), age + 1 / AGE_UNIT)
         both = torch.cat([hidden, encoded], -1)
@@ -138,18 +141,30 @@ class Social(nn.Module):
             action.softmax(-1),
             goal_dist.amax(-1),
             reason.long(),
-            self.ahead(goal_dist, mean, visible, others_offset),
+            self.ahead(goal_dist, mean, known_state, cues, visible, others_offset),
         )
         return (*prediction, state)
 
     def ahead(
-        self, goal_dist: Tensor, mean: Tensor, visible: Tensor, others_offset: Tensor
+        self,
+        goal_dist: Tensor,
+        mean: Tensor,
+        known_state: Tensor,
+        cues: Tensor,
+        visible: Tensor,
+        others_offset: Tensor,
     ) -> Tensor:
-        """`ahead` of `SocialPrediction`; who would arrive together is half ahead."""
+        """`ahead` of `SocialPrediction`: who arrives together is half ahead, who is seen using the
+        place a whole, and nobody where the agent itself is using it."""
         size = mean.new_tensor([self.shape.width, self.shape.height])
         cells = mean[:, : self.places].unflatten(-1, (-1, 2)) * size
         theirs = cells.unsqueeze(1) - (others_offset * OFFSET_UNIT).unsqueeze(2)
+        shows = cues[..., list(self.shape.telling_cues)].sum(-1, keepdim=True) > 0.5
+        uses = shows & (theirs.abs().sum(-1) < 0.5)
+        progress = known_state[:, self.shape.self_names.index("progress"), None]
+        mine = (progress > 0.05) & (cells.abs().sum(-1) < 0.5)
         sooner = cells.abs().sum(-1).unsqueeze(1) - theirs.abs().sum(-1)
+        sooner = sooner + uses.to(mean.dtype) - mine.unsqueeze(1).to(mean.dtype)
         wants = goal_dist[..., : self.shape.num_affordances] * visible.unsqueeze(-1)
         first = [(wants * (sooner - lead + 0.5).clamp(0.0, 1.0)).sum(1) for lead in LEADS]
         return torch.stack(first, -1)

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.modules.contracts import LOOK, METERS, TownShape
+from pipeline.modules.contracts import LOOK, METERS, PROGRESS, TownShape
 
 HOURS = 24
-PROGRESS = 10  # ticks of use that are told apart
 KNOTS = 10  # per meter: where its effect on the others may change its slope
-RULE_UNIT = 0.1
+RULE_UNIT = 0.2
 ERROR_UNIT = 0.01
 
 

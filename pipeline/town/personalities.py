@@ -31,6 +31,7 @@ OTHER_DEFAULTS = {
     "explore_rate": 0.01,  # value per tick of looking at unseen cells
     "search": 0.0,  # if not 0, that value is what may be found, so many ticks beyond the next cell
     "wander": 0.0,  # probability that a stretch of ticks is spent wandering
+    "visit": 0.0,  # probability that a stretch is spent on trying some place out
 }
 
 
@@ -71,8 +72,9 @@ EXPERTS = (
 )  # fmt: skip
 IGNORING = {"occupied_wait": 0.0, "foresight": 0.0}  # what makes others not matter to a plan
 SEARCHING = {"search": 12.0}  # what makes what may be found matter to a plan
+VISITING = {"visit": 1.0}  # what makes the expert a visitor of places that nobody would choose
 BASELINES = ("random", "rest")
-NAMES = (*TRAIN, *HELD_OUT, *EXPERTS, *BASELINES)
+NAMES = (*TRAIN, *HELD_OUT, *EXPERTS, "visitor", *BASELINES)
 
 
 def parameter_names(pack: Pack) -> tuple[str, ...]:
@@ -107,6 +109,8 @@ def parameters(pack: Pack, name: str | AgentDNA) -> dict[str, float]:
         base |= parameters(pack, "expert_searching")
     elif name.endswith("_ignoring"):
         base |= parameters(pack, name.removesuffix("_ignoring")) | IGNORING
+    elif name == "visitor":
+        base |= VISITING
     if name in DNA:
         base = bend(base, DNA[name])
     return base

@@ -28,8 +28,10 @@ from pipeline.town.tables import ALWAYS, opening
 from pipeline.town.town import DOWN, INTERACT, LEFT, RIGHT, UP, WAIT, Town
 from pipeline.unseen import where_to_look
 
-STREAM_CHARACTER, STREAM_RANDOM, STREAM_WANDER = 4096, 4224, 8192
+STREAM_CHARACTER, STREAM_RANDOM, STREAM_WANDER, STREAM_VISIT = 4096, 4224, 8192, 12288
 STRETCH = 16  # ticks for which a wandering mood lasts
+VISIT = 32  # ticks for which an interest in a place lasts
+NEEDS, WELL = ("energy", "satiation", "health"), 0.3  # that much of each: time for a visit
 SEEKERS = ("expert_sightings", "expert_searching", "expert_watching")  # know what they have seen
 
 
@@ -117,6 +119,7 @@ class Scripted:
         self._any_baseline = any(kinds)
         self._wanders = bool((table[:, self._keys.index("wander")] > 0).any())
         self._foresees = bool((table[:, self._keys.index("foresight")] > 0).any())
+        self._visits = bool((table[:, self._keys.index("visit")] > 0).any())
         searches = (table[:, self._keys.index("search")] > 0).cpu()
         self._searches = bool(searches.any())
         self._strays = bool((~searches).any())
@@ -371,6 +374,22 @@ class Scripted:
             wanders = mood & (energy > 0.35) & ((wx != 0) | (wy != 0)) & (s["progress"] == 0)
             action = torch.where(wanders, self._step_towards(wx, wy), action)
             goal = torch.where(wanders, f + 1, goal)
+        if self._visits:
+            # To some place that is open by then and can be paid, and there until the use is whole.
+            agent = torch.arange(len(x), device=x.device)[:, None]
+            block = (s["tick"] // VISIT).long()
+            mood = self._counter(s, STREAM_VISIT + agent, block) < p["visit"]
+            place = (self._counter(s, STREAM_VISIT + 64 + agent, block) * f).long()
+            place = torch.where(s["progress"] > 0, last, place).clamp(min=0)[None].long()
+            needs = [meters[town._meter_index[m]] for m in NEEDS if m in town._meter_index]
+            well = torch.stack(needs).amin(0) > WELL
+            visits = mood & well & (rate.gather(0, place)[0] > -1e8)
+            there = walk.gather(0, place)[0] == 0
+            vx, vy = to_x.gather(0, place)[0], to_y.gather(0, place)[0]
+            used = torch.where(wait.gather(0, place)[0] == 0, INTERACT, rest_action)
+            step = torch.where(there, used, self._step_towards(vx, vy))
+            action = torch.where(visits, step, action)
+            goal = torch.where(visits, place[0], goal)
         return action, goal
 
     def _delay(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from pipeline.modules.social import AGE_UNIT, OFFSET_UNIT, Social
@@ -52,7 +53,52 @@ def test_who_is_nearer_is_ahead_and_by_so_many_ticks(town, shape):
     visible[0, :2] = True
     offset = torch.zeros(1, m, 2)
     offset[0, 0, 0], offset[0, 2, 0] = 6 / OFFSET_UNIT, 6 / OFFSET_UNIT
-    ahead = social.ahead(wants, mean, visible, offset)
+    known, cues = torch.zeros(1, shape.self_dim), torch.zeros(1, m, shape.num_cues)
+    ahead = social.ahead(wants, mean, known, cues, visible, offset)
     expected = torch.tensor([0.8 + 0.5 * 0.8, 0.8, 0.5 * 0.8])  # six ticks: hardly six
     torch.testing.assert_close(ahead[0, 0], expected)
     assert not ahead[0, 1:].any()  # nobody wants those
+
+
+def test_who_uses_the_place_is_ahead_of_those_who_stand_there(town, shape):
+    """I stand in a place, with one who is seen using it, or with one who is not."""
+    social = Social(shape, 8)
+    f, m = shape.num_affordances, shape.num_others
+    places = torch.full((1, f, 2), 40.0)
+    places[0, 0] = 0.0
+    mean = torch.cat([places.flatten(1), torch.zeros(1, 9)], 1)
+    wants = torch.zeros(1, m, shape.num_goals)
+    wants[..., 0] = 0.8
+    visible = torch.zeros(1, m, dtype=torch.bool)
+    visible[0, 0] = True
+
+    def ahead(using: bool, progress: float) -> float:
+        known, cues = torch.zeros(1, shape.self_dim), torch.zeros(1, m, shape.num_cues)
+        known[0, shape.self_names.index("progress")] = progress
+        cues[0, 0, shape.telling_cues[0]] = float(using)
+        return social.ahead(wants, mean, known, cues, visible, torch.zeros(1, m, 2))[0, 0, 0].item()
+
+    assert ahead(True, 0.0) == pytest.approx(0.8)
+    assert ahead(False, 0.0) == pytest.approx(0.4)
+    assert ahead(False, 0.2) == 0.0
+
+
+def test_who_is_long_out_of_sight_is_forgotten(town, shape):
+    """Two pasts, then nobody in sight: after 16 ticks they are one."""
+    torch.manual_seed(3)
+    social = Social(shape, 8)
+    m, mean = shape.num_others, torch.zeros(2, 2 * shape.num_affordances + 9)
+    log_std, known = torch.full_like(mean, -4.0), torch.zeros(2, shape.self_dim)
+    cues, offset = torch.zeros(2, m, shape.num_cues), torch.zeros(2, m, 2)
+    nobody = torch.zeros(2, m, dtype=torch.bool)
+    unknown = torch.full((2, m), shape.num_actions)
+    state = torch.zeros(2, m, social.recurrent_dim)
+    state[:, :, : social.hidden] = torch.randn(2, 1, social.hidden)
+    apart = []
+    with torch.no_grad():
+        for _ in range(18):
+            told = social(mean, log_std, known, cues, nobody, offset, unknown, state)
+            state = told[-1]
+            apart.append((told[0][0] - told[0][1]).abs().max().item())
+    assert min(apart[:15]) > 0
+    assert apart[17] == 0

@@ -141,6 +141,27 @@ def test_who_watches_learns_a_place_from_whoever_is_seen_using_it():
         assert known == {"expert_watching": learns, "expert_searching": False}
 
 
+def test_visitors_use_every_place_to_the_end_and_look_after_themselves():
+    """Of every kind of use there are whole ones, also of those that no expert ends."""
+    town = Town(load_pack("l7_scarce"), num_layouts=16)
+    whole = {}
+    for name in ("visitor", "expert"):
+        players, state = Scripted(town, [name]), town.reset(3, 64)
+        memory, ended = players.reset(state), torch.zeros(town.num_affordances)
+        for _ in range(town.lifespan):
+            actions, _, memory = players.act(state, memory)
+            after = town.step_core(state, actions)
+            held = (state["progress"] > 0) & (after["progress"] == 0) & (actions == INTERACT)
+            used = state["last_affordance"][held & (after["used"] >= 0)].long()
+            ended += torch.bincount(used, minlength=town.num_affordances)
+            state = after
+        whole[name] = ended
+        assert state["alive"].float().mean() > 0.5
+    temporal = torch.tensor([place.duration > 1 for place in town.pack.affordances])
+    assert whole["visitor"][temporal].min() > 20
+    assert whole["expert"][temporal].min() == 0
+
+
 @pytest.mark.parametrize("name", ["expert_searching", "expert_watching"])
 def test_what_is_watched_is_what_acting_sees(name):
     town = Town(load_pack("l7_scarce"), num_layouts=16)

@@ -18,8 +18,11 @@ from pipeline.files import sha256_file
 
 pytestmark = pytest.mark.slow
 
-UPDATES = {  # at least 20 of every stage; the world model, the policy and the prover take more
+UPDATES = {  # at least 20 of every stage; the policy and the prover take more
     "perception": ("perception", "steps", 20),
+    # Not more: its loss has corners (absolute errors), and where a rounding puts an error on a
+    # corner's other side, both are right and 1e-4 apart. One seed in two met one within 30.
+    "world_model": ("world_model", "steps", 20),
     "social": ("social", "steps", 20),
 }
 # As `torchrun ... -m stages.X`, but every step is saved, so that there is something to resume from.

@@ -381,8 +381,9 @@ def main(arguments: list[str] | None = None) -> int:
                 everyone = name.endswith(EVERYONE)
                 worlds = peers.EVERYONES_WORLDS if everyone and not small else peers.STOCK_WORLDS
                 seen.append(
-                    getattr(peers, name.removesuffix(EVERYONE))(
-                        worlds=worlds, rollout=policy.rollout, epochs=policy.epochs,
+                    peers.measure(
+                        name.removesuffix(EVERYONE), worlds=worlds, rollout=policy.rollout,
+                        epochs=policy.epochs,
                         minibatches=min(worlds, policy.minibatches), hidden=policy.hidden,
                         iterations=1 if small else 3, threads=threads(), everyone=everyone,
                     )

@@ -2,7 +2,8 @@
 
 Encoders, a GRU, an actor and a critic, trained by backpropagation through a rollout's ticks:
 imitation of the expert that module D imitates, in the same schedule, then PPO, with the expert
-still telling (Schmitt et al. 2018). The study (`benchmarks.study`) trains and plays it.
+still telling (Schmitt et al. 2018). As module D it is told the expert's goals too: naming them is
+an auxiliary task (Jaderberg et al. 2017). The study (`benchmarks.study`) trains and plays it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from pipeline.learning.rollout import Record, collect, fused_step
 from pipeline.learning.train_policy import ACTION_STREAM, LED, WARM_UP, Teacher, gumbel
 from pipeline.learning.update import Update
 from pipeline.modules.contracts import RawObservation, TownShape, observation_from
+from pipeline.modules.policy import mlp
 from pipeline.params import PolicyParams
 from pipeline.town import Town
 from stages.evaluate import life_of
@@ -58,8 +60,9 @@ class Monolith(nn.Module):
             nn.Linear(senses, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU()
         )
         self.gru = nn.GRUCell(width, width)
-        self.actor = nn.Linear(2 * width, shape.num_actions)
-        self.critic = nn.Linear(2 * width, 1)
+        self.actor = mlp(2 * width, width, shape.num_actions)
+        self.critic = mlp(2 * width, width, 1)
+        self.intention = mlp(2 * width, width, shape.num_goals)
 
     def encode(self, o: TensorDict) -> Tensor:
         """float32 [., width] of observations [., ...]."""
@@ -70,22 +73,20 @@ class Monolith(nn.Module):
         senses = [view.float(), o["occupancy"].flatten(-2).float(), o["self_state"], others]
         return self.encoder(torch.cat(senses, -1))
 
-    def decide(self, encoded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Action logits [., A] before the mask, value [.], the new hidden state [., width]."""
-        hidden = self.gru(encoded, hidden)
-        both = torch.cat([encoded, hidden], -1)
-        return self.actor(both), self.critic(both).squeeze(-1), hidden
+    def decide(self, both: Tensor) -> tuple[Tensor, Tensor]:
+        """Action logits [., A] before the mask and value [.], of what is encoded and remembered."""
+        return self.actor(both), self.critic(both).squeeze(-1)
 
-    def unroll(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
-        """Logits [S, T, A] and values [S, T] of sequences [S, T] from their first hidden state."""
+    def unroll(self, batch: TensorDict) -> Tensor:
+        """float32 [S, T, 2 * width] what is encoded and remembered at each tick of sequences
+        [S, T], from their first hidden state."""
         encoded, hidden = self.encode(batch), batch["hidden"][:, 0]
-        found = []
+        hiddens = []
         for tick in range(encoded.shape[1]):
-            logits, value, hidden = self.decide(encoded[:, tick], hidden)
-            found.append((logits, value))
+            hidden = self.gru(encoded[:, tick], hidden)
+            hiddens.append(hidden)
             hidden = hidden * ~batch["done"][:, tick].unsqueeze(-1)
-        logits, value = (torch.stack(x, 1) for x in zip(*found, strict=True))
-        return logits, value
+        return torch.cat([encoded, torch.stack(hiddens, 1)], -1)
 
 
 class Playing(NamedTuple):
@@ -116,7 +117,8 @@ class MonolithPlayer:
         obs: RawObservation = observation_from(seen, 2)
         fields = {name: getattr(obs, name) for name in OBSERVED}
         encoded = self.model.encode(TensorDict(fields, batch_size=[len(memory.hidden)]))
-        logits, value, hidden = self.model.decide(encoded, memory.hidden)
+        hidden = self.model.gru(encoded, memory.hidden)
+        logits, value = self.model.decide(torch.cat([encoded, hidden], -1))
         legal = masked_logits(logits, obs.action_mask)
         noise = gumbel(world, n, self.shape.num_actions, ACTION_STREAM)
         action, expert = (legal + noise).argmax(-1), memory.expert
@@ -130,8 +132,9 @@ class MonolithPlayer:
         }
         acted = action.unflatten(0, (-1, n))
         if self.teacher is not None:
-            told, _, expert = self.teacher.act(world, expert)
+            told, goal, expert = self.teacher.act(world, expert)
             record["expert_action"] = told.flatten()
+            record["expert_goal"] = goal.flatten()
             if driven is not None:
                 acted = torch.where(driven.unsqueeze(-1), told, acted)
         return acted, Playing(hidden, expert), record
@@ -176,14 +179,15 @@ def train_monolith(
     rng = torch.Generator().manual_seed(seed)
 
     def imitate(batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
-        logits, values = model.unroll(batch)
-        weight = batch["active"].float()
+        both, weight = model.unroll(batch), batch["active"].float()
+        logits, values = model.decide(both)
         told, metrics = imitation_loss(logits, batch["expert_action"], weight)
+        named, _ = imitation_loss(model.intention(both), batch["expert_goal"], weight)
         fit = 0.5 * weighted_mean((values - batch["returns"]).square(), weight)
-        return told + fit, metrics
+        return told + named + fit, metrics
 
     def improve(batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
-        raw, values = model.unroll(batch)
+        raw, values = model.decide(model.unroll(batch))
         logits, weight = masked_logits(raw, batch["mask"]), batch["active"].float()
         surrogate, metrics = ppo_policy_loss(
             log_prob_of(logits, batch["action"]), batch["log_prob"],
@@ -229,8 +233,13 @@ def train_monolith(
             left = min(1.0, (so_far + 1) / WARM_UP) * max(1 - so_far / afterwards, 0.05)
             ppo.set_learning_rate(params.learning_rate * left)
         sequences = data.transpose(0, 1)
-        for _ in range(params.imitation_epochs if imitating else params.epochs):
-            for rows in torch.randperm(len(sequences), generator=rng).chunk(params.minibatches):
+        epochs, parts = (
+            (params.imitation_epochs, params.imitation_minibatches)
+            if imitating
+            else (params.epochs, params.minibatches)
+        )
+        for _ in range(epochs):
+            for rows in torch.randperm(len(sequences), generator=rng).chunk(parts):
                 metrics = (imitation if imitating else ppo)(sequences[rows])
         log.record(iteration, metrics)
         carried = {"world": dict(world.items()), "expert": dict(memory.expert.items())}

@@ -7,8 +7,10 @@
 Needs the frozen perception, world model and social model of the pipeline (`dvc repro`). A cell
 trains module D as `params.yaml` has it but for fewer worlds and iterations (SHARES), the same for
 all variants, and plays the held-out worlds with it; it is kept as JSON in `results/study`, and one
-that was stopped goes on where it was. The last line of a cell is JSON: its mean return and its
-95 % interval over worlds. The report's intervals are over seeds, paired with the whole agent's.
+that was stopped goes on where it was. Rivals that learn from reward alone need the `bench` extra,
+learn for more ticks (RIVALS_TICKS), and begin anew if stopped. The last line of a cell is JSON: its
+mean return and its 95 % interval over worlds. The report's intervals are over seeds, paired with
+the whole agent's.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 
@@ -55,15 +57,19 @@ from pipeline.modules.contracts import (
     observation_from,
 )
 from pipeline.modules.policy import LOGIT_CAP, PLACE_FACTS, Policy, mlp, soft_cap
-from pipeline.params import Params, load_params
+from pipeline.params import Params, PolicyParams, load_params
 from pipeline.town import Scripted, Town
+from pipeline.town.adapters.flat import flat_observation
 from stages.collect import make_town
 from stages.common import threads
 from stages.evaluate import EVALUATION_SEED, life_of
 from stages.policy import make_mind
 
+if TYPE_CHECKING:
+    from benchmarks.learning_peers import Learner
+
 RESULTS = Path(__file__).parent / "results" / "study"
-SHARES = {"worlds": 0.5, "imitation_iterations": 0.4, "ppo_iterations": 0.25}
+SHARES = {"worlds": 0.5, "imitation_iterations": 0.4, "ppo_iterations": 0.5}
 HELD_OUT_WORLDS = 64
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # by degrees of freedom
 VARIANTS = {
@@ -74,8 +80,15 @@ VARIANTS = {
     "random_goals": "goals drawn at random",
     "flat": "no goals: actions chosen at once",
     "monolith": "a rival: one recurrent network, end to end",
-    "recurrent_ppo": "a rival: that network by PPO alone, no expert telling",
+    "sb3_recurrent_ppo": "a rival: RecurrentPPO of Stable-Baselines3",
+    "lstm_ppo": "a rival: PPO with an LSTM in one file",
+    "recurrent_dqn": "a rival: a recurrent DQN",
 }
+REWARDED = ("sb3_recurrent_ppo", "lstm_ppo", "recurrent_dqn")
+"""Rivals that learn from reward alone."""
+RIVALS_TICKS = 4
+"""For how many times the whole agent's ticks: so many that they also have its processor time."""
+RIVALS_WORLDS, RIVALS_EPOCHS, RIVALS_MINIBATCHES, RIVALS_UPDATES = 32, 4, 8, 16
 
 
 class StudiedMind(Mind):
@@ -181,6 +194,57 @@ class Everyone:
         return forget(memory, over), life_of(before, after)
 
 
+class RivalLives:
+    """A rival that was trained, in every place, as a `Player`."""
+
+    def __init__(self, town: Town, learner: Learner, width: int) -> None:
+        self.town, self.learner, self.width = town, learner, width
+
+    def start(self, worlds: int) -> tuple[Tensor, Tensor]:
+        h, c = torch.zeros(2, worlds * self.town.num_agents, self.width)
+        return h, c
+
+    def act(
+        self, world: TensorDict, seen: TensorDict, memory: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor], Record]:
+        flat = flat_observation(self.town, seen).flatten(0, 1)
+        action, memory = self.learner.act(flat, memory)
+        return action.unflatten(0, (-1, self.town.num_agents)), memory, {}
+
+    def outcome(
+        self, before: TensorDict, after: TensorDict, memory: tuple[Tensor, Tensor]
+    ) -> tuple[tuple[Tensor, Tensor], Record]:
+        goes_on = ~after["episode_over"].repeat_interleave(self.town.num_agents).unsqueeze(-1)
+        return (memory[0] * goes_on, memory[1] * goes_on), life_of(before, after)
+
+
+def trained_rival(town: Town, variant: str, sizes: PolicyParams, seed: int, log: Any) -> RivalLives:
+    """Train one of REWARDED in all places of RIVALS_WORLDS worlds.
+
+    Raises:
+        HamletError: if what it needs of the `bench` extra is not installed.
+    """
+    from benchmarks.learning_peers import Clock, Everyone, LstmPPO, RecurrentPPO
+    from benchmarks.recurrent_dqn import RecurrentDQN
+
+    iterations = sizes.imitation_iterations + sizes.critic_iterations + sizes.ppo_iterations
+    iterations = RIVALS_TICKS * iterations * sizes.worlds // RIVALS_WORLDS
+    lanes = Everyone(RIVALS_WORLDS, Clock(), town)
+    learner: Learner
+    if variant == "recurrent_dqn":
+        learner = RecurrentDQN(
+            lanes, sizes.rollout, RIVALS_UPDATES, iterations, sizes.hidden, seed
+        )  # fmt: skip
+    else:
+        kind: Any = {"sb3_recurrent_ppo": RecurrentPPO, "lstm_ppo": LstmPPO}[variant]
+        learner = kind(
+            lanes, sizes.rollout, RIVALS_EPOCHS, RIVALS_MINIBATCHES, sizes.hidden, seed
+        )  # fmt: skip
+    for _ in log.steps(iterations, 0):
+        learner.learn(1)
+    return RivalLives(town, learner, sizes.hidden)
+
+
 def minds(params: Params, town: Town, variant: str) -> tuple[StudiedMind, Callable]:
     """The variant with a new module D, and its blank minds."""
     kind = {"random_goals": RandomGoals, "flat": Flat}.get(variant, Policy)
@@ -219,19 +283,8 @@ def cell(params: Params, variant: str, seed: int) -> dict[str, Any]:
     every_tick = {"meta_period": 1} if variant == "flat" else {}
     sizes = params.policy.model_copy(update=less | every_tick)
     judged_in = params.seed + EVALUATION_SEED
-    if variant == "recurrent_ppo":
-        sizes = sizes.model_copy(
-            update={
-                "imitation_iterations": 0,
-                "ppo_iterations": sizes.imitation_iterations + sizes.ppo_iterations,
-                "epochs": sizes.imitation_epochs,
-                "minibatches": sizes.imitation_minibatches,
-                "teaching": 0.0,
-            }
-        )
     params = params.model_copy(update={"policy": sizes, "seed": seed})
-    # So few ticks with imagination are not worth compiling.
-    compiling = params.compile.model_copy(update={"rollout": False})
+    compiling = params.compile.model_copy(update={"rollout": False})  # too few ticks to pay
     town, strange = make_town(params), make_town(params, held_out=True)
     shape = TownShape.of(town)
     teacher: Any = Scripted(town, [sizes.teacher], seed)
@@ -241,10 +294,14 @@ def cell(params: Params, variant: str, seed: int) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     resumed, began = any(folder.iterdir()), time.process_time()
     player: Any
-    if variant in ("monolith", "recurrent_ppo"):
+    memory: Any
+    if variant in REWARDED:
+        player = trained_rival(town, variant, sizes, seed, log)
+        player.town, memory = strange, player.start(HELD_OUT_WORLDS)
+    elif variant == "monolith":
         model = train_monolith(town, shape, teacher, sizes, seed, folder / "checkpoint.pt", log)
         player = MonolithLives(strange, shape, model)
-        memory: Any = player.start(strange.reset(judged_in, HELD_OUT_WORLDS))
+        memory = player.start(strange.reset(judged_in, HELD_OUT_WORLDS))
     else:
         if variant == "flat":
             teacher = ActingExpert(teacher)
@@ -320,7 +377,9 @@ def table(found: dict[str, dict[str, Any]], pack: str) -> str:
         f"By `dvc repro benchmarks/dvc.yaml`, on {pack}: module D trained anew without one of the",
         "modules, for as many ticks as the whole agent; mean return in held-out worlds. ± is half",
         "the 95 % interval over seeds (Student's t), the cost being paired by seed; CPU is the",
-        "processor time of this training as a multiple of the whole agent's.",
+        "processor time of this training as a multiple of the whole agent's. The first rival is",
+        "told what the whole agent is told; the others learn from reward alone, for "
+        f"{RIVALS_TICKS} times the ticks.",
         "",
         "| variant | seeds | R | retired | CPU | costs | |",
         "| --- | --- | --- | --- | --- | --- | --- |",

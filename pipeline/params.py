@@ -200,9 +200,9 @@ class TuneParams(Section):
 
 
 class CompileParams(Section):
-    """How the policy's PPO runs. Compiling takes two minutes; then it is twice as fast."""
+    """How the policy is trained. Compiling ticks takes minutes; then they are twice as fast."""
 
-    rollout: bool = Field(description="torch.compile a tick of play: town, four modules, critic")
+    rollout: bool = Field(description="torch.compile PPO's ticks: town, four modules, critic")
     update: bool = Field(description="torch.compile the forward pass and the loss")
     precision: Literal["auto", "fp32", "bf16"] = Field(
         description="autocast of rollout and update; auto: bf16 where the processor multiplies it"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("gymnasium", reason="the adapters extra is not installed")
 
-from benchmarks.learning_peers import Clock, Everyone, LstmPolicy, lstm_ppo, recurrent_ppo
+from benchmarks.learning_peers import REWARD_SCALE, Clock, Everyone, LstmPolicy, LstmPPO, measure
+from benchmarks.recurrent_dqn import RecurrentDQN
 from pipeline.files import HamletError
+from pipeline.town import Town, load_pack
 
 SMALL = {"worlds": 4, "rollout": 8, "epochs": 1, "minibatches": 2, "hidden": 16}
 
@@ -47,8 +51,8 @@ def test_the_lstm_forgets_where_a_life_begins_and_only_there():
 def test_both_peers_train_as_many_parameters_on_as_many_steps(everyone, threads):
     pytest.importorskip("sb3_contrib", reason="the bench extra is not installed")
     ours, theirs = (
-        peer(**SMALL, iterations=2, threads=threads, everyone=everyone)
-        for peer in (lstm_ppo, recurrent_ppo)
+        measure(peer, **SMALL, iterations=2, threads=threads, everyone=everyone)
+        for peer in ("lstm_ppo", "recurrent_ppo")
     )
     assert ours.parameters == theirs.parameters
     assert ours.steps == theirs.steps == 4 * 8 * 2 * (4 if everyone else 1)
@@ -77,4 +81,61 @@ def test_lanes_of_everyone_end_with_their_agent_and_with_their_world():
 
 def test_lanes_that_do_not_divide_into_minibatches_are_refused(threads):
     with pytest.raises(HamletError, match=r"minibatches: 3 do not divide 4 lanes"):
-        lstm_ppo(**SMALL | {"minibatches": 3}, iterations=1, threads=threads)
+        measure("lstm_ppo", **SMALL | {"minibatches": 3}, iterations=1, threads=threads)
+
+
+class Recall:
+    """Lanes in which the action that pays is the number that was shown three ticks before."""
+
+    def __init__(self, lanes: int) -> None:
+        self.num_envs, self.town = lanes, SimpleNamespace(num_actions=4)
+        self.single_action_space = SimpleNamespace(n=4)
+
+    def _show(self) -> np.ndarray:
+        self.tick = 0
+        self.shown = self.draw.integers(4, size=self.num_envs)
+        return np.eye(5, dtype=np.float32)[self.shown]
+
+    def reset(self, *, seed: int):
+        self.draw = np.random.default_rng(seed)
+        return self._show(), {}
+
+    def step(self, actions: np.ndarray):
+        self.tick += 1
+        ended = np.full(self.num_envs, self.tick == 4)
+        reward = np.where(ended, (actions == self.shown).astype(np.float32), 0.0)
+        blank = np.tile(np.eye(5, dtype=np.float32)[4], (self.num_envs, 1))
+        return self._show() if self.tick == 4 else blank, reward, ended, ~ended & ended, {}
+
+
+@pytest.mark.parametrize("kind", ["lstm_ppo", "recurrent_dqn"])
+def test_a_recurrent_peer_learns_what_only_memory_can_tell(kind, threads):
+    torch.set_num_threads(threads)
+    lanes = Recall(64)
+    learner = (
+        LstmPPO(lanes, 16, 4, 4, 32, seed=1)
+        if kind == "lstm_ppo"
+        else RecurrentDQN(lanes, 16, updates=16, iterations=40, hidden=32, seed=1)
+    )
+    learner.learn(40)
+    seen, _ = lanes.reset(seed=2)
+    memory, right = (torch.zeros(64, 32), torch.zeros(64, 32)), 0.0
+    for _ in range(4):
+        action, memory = learner.act(torch.from_numpy(seen), memory)
+        seen, reward, _, _, _ = lanes.step(action.numpy())
+        right += reward.mean().item()
+    assert right > 0.8  # by chance a quarter
+
+
+def test_everyone_lives_in_the_town_that_is_given_and_is_paid_in_units_of_one():
+    town = Town(load_pack("l7_scarce"), num_layouts=8)
+    lanes = Everyone(2, Clock(), town)
+    seen, _ = lanes.reset(seed=3)
+    assert lanes.num_envs == 2 * town.num_agents
+    assert lanes.observation_space.contains(seen)
+    state = lanes._state
+    actions = np.zeros(lanes.num_envs, dtype=np.int64)
+    _, reward, _, _, _ = lanes.step(actions)
+    earned = town.step_core(state, torch.zeros(2, town.num_agents, dtype=torch.int64))["reward"]
+    assert np.allclose(reward, REWARD_SCALE * earned.flatten().numpy())
+    assert reward.any()

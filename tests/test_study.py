@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -147,7 +149,9 @@ def test_one_seed_proves_nothing():
 
 @pytest.mark.slow
 def test_a_cell_and_the_report_of_the_tiny_pipeline(copy):
-    for variant in VARIANTS:
+    shutil.rmtree(copy.path / "benchmarks" / "results" / "study")
+    installed = [name for name in VARIANTS if find_spec("sb3_contrib") or "sb3" not in name]
+    for variant in installed:
         done = copy.run("python", "-m", "benchmarks.study", "cell", variant, "1")
         told = json.loads(done.stdout.splitlines()[-1])
         assert told["variant"] == variant
@@ -155,7 +159,7 @@ def test_a_cell_and_the_report_of_the_tiny_pipeline(copy):
     assert not list((copy.path / "checkpoints").glob("study-*"))
     done = copy.run("python", "-m", "benchmarks.study", "report")
     results = copy.path / "benchmarks" / "results"
-    assert set(json.loads((results / "study.json").read_text())) == set(VARIANTS)
+    assert set(json.loads((results / "study.json").read_text())) == set(installed)
     assert VARIANTS["flat"] in (results / "study.svg").read_text()
     assert done.stdout.strip() == (results / "study.md").read_text().strip()
 
@@ -195,7 +199,7 @@ def test_the_rivals_sequences_are_its_ticks():
     world, memory = collect(fused_step(town, player), world, memory, buffer)
     data = buffer.data.transpose(0, 1)
     assert data["done"].sum() >= 48  # every life ended twice
-    logits, values = model.unroll(data)
+    logits, values = model.decide(model.unroll(data))
     legal = masked_logits(logits, data["mask"])
     torch.testing.assert_close(values, data["value"])
     torch.testing.assert_close(log_prob_of(legal, data["action"]), data["log_prob"])

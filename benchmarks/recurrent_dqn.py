@@ -20,7 +20,7 @@ from benchmarks.learning_peers import GAMMA, Everyone, LstmPolicy, State
 LEARNING_RATE, MAX_NORM = 5e-4, 10.0
 EXPLORED, EPSILON = 0.3, 0.02
 """Share of the iterations over which random actions become fewer, and how many stay."""
-REPLAYED, BATCH, FOLLOWS = 4096, 64, 100
+REPLAYED, BATCH, FOLLOWS = 4096, 32, 100
 """Sequences kept, sequences of an update, updates between copies to the target network."""
 WARM_UP = 8
 

@@ -8,9 +8,8 @@ Needs the frozen perception, world model and social model of the pipeline (`dvc 
 trains module D as `params.yaml` has it but for fewer worlds and iterations (SHARES), the same for
 all variants, and plays the held-out worlds with it; it is kept as JSON in `results/study`, and one
 that was stopped goes on where it was. Rivals that learn from reward alone need the `bench` extra,
-learn for more ticks (RIVALS_TICKS), and begin anew if stopped. The last line of a cell is JSON: its
-mean return and its 95 % interval over worlds. The report's intervals are over seeds, paired with
-the whole agent's.
+and begin anew if stopped. The last line of a cell is JSON: its mean return and its 95 % interval
+over worlds. The report's intervals are over seeds, paired with the whole agent's.
 """
 
 from __future__ import annotations
@@ -86,9 +85,8 @@ VARIANTS = {
 }
 REWARDED = ("sb3_recurrent_ppo", "lstm_ppo", "recurrent_dqn")
 """Rivals that learn from reward alone."""
-RIVALS_TICKS = 4
-"""For how many times the whole agent's ticks: so many that they also have its processor time."""
-RIVALS_WORLDS, RIVALS_EPOCHS, RIVALS_MINIBATCHES, RIVALS_UPDATES = 32, 4, 8, 16
+RIVALS_WORLDS, RIVALS_EPOCHS, RIVALS_MINIBATCHES, RIVALS_UPDATES = 32, 2, 8, 12
+"""More updates than these would cost more than the whole agent's processor time."""
 
 
 class StudiedMind(Mind):
@@ -218,7 +216,20 @@ class RivalLives:
         return (memory[0] * goes_on, memory[1] * goes_on), life_of(before, after)
 
 
-def trained_rival(town: Town, variant: str, sizes: PolicyParams, seed: int, log: Any) -> RivalLives:
+class Shown:
+    """A trainer's log that is a progress bar."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+
+    def steps(self, total: int, start: int) -> Any:
+        return track(range(start, total), self.title)
+
+    def record(self, step: int, metrics: dict[str, Tensor]) -> None:
+        """What it would note is in the bar."""
+
+
+def trained_rival(town: Town, variant: str, sizes: PolicyParams, seed: int, log: Shown) -> Learner:
     """Train one of REWARDED in all places of RIVALS_WORLDS worlds.
 
     Raises:
@@ -228,21 +239,17 @@ def trained_rival(town: Town, variant: str, sizes: PolicyParams, seed: int, log:
     from benchmarks.recurrent_dqn import RecurrentDQN
 
     iterations = sizes.imitation_iterations + sizes.critic_iterations + sizes.ppo_iterations
-    iterations = RIVALS_TICKS * iterations * sizes.worlds // RIVALS_WORLDS
+    iterations = iterations * sizes.worlds // RIVALS_WORLDS
     lanes = Everyone(RIVALS_WORLDS, Clock(), town)
     learner: Learner
     if variant == "recurrent_dqn":
-        learner = RecurrentDQN(
-            lanes, sizes.rollout, RIVALS_UPDATES, iterations, sizes.hidden, seed
-        )  # fmt: skip
+        learner = RecurrentDQN(lanes, sizes.rollout, RIVALS_UPDATES, iterations, sizes.hidden, seed)
     else:
-        kind: Any = {"sb3_recurrent_ppo": RecurrentPPO, "lstm_ppo": LstmPPO}[variant]
-        learner = kind(
-            lanes, sizes.rollout, RIVALS_EPOCHS, RIVALS_MINIBATCHES, sizes.hidden, seed
-        )  # fmt: skip
+        how = sizes.rollout, RIVALS_EPOCHS, RIVALS_MINIBATCHES, sizes.hidden, seed
+        learner = LstmPPO(lanes, *how) if variant == "lstm_ppo" else RecurrentPPO(lanes, *how)
     for _ in log.steps(iterations, 0):
         learner.learn(1)
-    return RivalLives(town, learner, sizes.hidden)
+    return learner
 
 
 def minds(params: Params, town: Town, variant: str) -> tuple[StudiedMind, Callable]:
@@ -258,19 +265,6 @@ def minds(params: Params, town: Town, variant: str) -> tuple[StudiedMind, Callab
     )  # fmt: skip
     mind.variant = variant
     return mind, blank
-
-
-class Shown:
-    """A trainer's log that is a progress bar."""
-
-    def __init__(self, title: str) -> None:
-        self.title = title
-
-    def steps(self, total: int, start: int) -> Any:
-        return track(range(start, total), self.title)
-
-    def record(self, step: int, metrics: dict[str, Tensor]) -> None:
-        """What it would note is in the bar."""
 
 
 def cell(params: Params, variant: str, seed: int) -> dict[str, Any]:
@@ -296,8 +290,9 @@ def cell(params: Params, variant: str, seed: int) -> dict[str, Any]:
     player: Any
     memory: Any
     if variant in REWARDED:
-        player = trained_rival(town, variant, sizes, seed, log)
-        player.town, memory = strange, player.start(HELD_OUT_WORLDS)
+        learner = trained_rival(town, variant, sizes, seed, log)
+        player = RivalLives(strange, learner, sizes.hidden)
+        memory = player.start(HELD_OUT_WORLDS)
     elif variant == "monolith":
         model = train_monolith(town, shape, teacher, sizes, seed, folder / "checkpoint.pt", log)
         player = MonolithLives(strange, shape, model)
@@ -378,8 +373,7 @@ def table(found: dict[str, dict[str, Any]], pack: str) -> str:
         "modules, for as many ticks as the whole agent; mean return in held-out worlds. ± is half",
         "the 95 % interval over seeds (Student's t), the cost being paired by seed; CPU is the",
         "processor time of this training as a multiple of the whole agent's. The first rival is",
-        "told what the whole agent is told; the others learn from reward alone, for "
-        f"{RIVALS_TICKS} times the ticks.",
+        "told what the whole agent is told; the others learn from reward alone.",
         "",
         "| variant | seeds | R | retired | CPU | costs | |",
         "| --- | --- | --- | --- | --- | --- | --- |",

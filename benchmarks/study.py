@@ -47,6 +47,7 @@ from pipeline.learning.train_policy import (
 )
 from pipeline.modules.agent import AgentState, Mind
 from pipeline.modules.contracts import (
+    LOOK,
     BeliefDistribution,
     Features,
     ImaginedFuture,
@@ -55,7 +56,7 @@ from pipeline.modules.contracts import (
     TownShape,
     observation_from,
 )
-from pipeline.modules.policy import LOGIT_CAP, PLACE_FACTS, Policy, mlp, soft_cap
+from pipeline.modules.policy import LOGIT_CAP, Policy, soft_cap
 from pipeline.params import Params, PolicyParams, load_params
 from pipeline.town import Scripted, Town
 from pipeline.town.adapters.flat import flat_observation
@@ -131,18 +132,22 @@ class RandomGoals(Policy):
 class Flat(Policy):
     """The action is chosen at once: every tick's goal is the action itself.
 
-    It sees what the two levels see together, and is as wide.
+    Both levels' networks are there, as wide, but nobody says what the first should attend to, and
+    nothing is held on to: the second is given the mean of the places by the first one's odds.
     """
 
-    def __init__(self, shape: TownShape, belief_dim: int, width: int, *told: Any) -> None:
-        super().__init__(shape, belief_dim, width, *told)
-        base = belief_dim + self.places + shape.self_dim + shape.num_goals
-        facts = shape.num_affordances * PLACE_FACTS
-        self.actor = mlp(base + facts, width, shape.num_actions)
-
     def prior_logits(self, f: Features) -> Tensor:
-        seen = torch.cat([self._base(f), self.place_facts(f).flatten(-2)], -1)
-        logits = soft_cap(self.actor(seen))
+        attended = super().prior_logits(f).softmax(-1)
+        cells = self._cells(f)
+        spread = f.log_std.unflatten(-1, (-1, 2))
+        there = (-4 * cells.square().sum(-1, True)).exp()
+        facts = torch.cat([cells, spread, there, self._hours(f)], -1)
+        facts = (facts * attended[..., : facts.shape[-2], None]).sum(-2)
+        look = f.mean[..., self.places : self.places + LOOK - 1]
+        look = look * look.new_tensor([self.shape.width, self.shape.height])
+        offset = facts[..., :2] + attended[..., self.exploring, None] * look
+        target = torch.cat([offset.clamp(-4, 4) / 4, facts[..., 2:]], -1)
+        logits = soft_cap(self.controller(torch.cat([self._base(f), attended, target], -1)))
         return F.pad(logits, (0, self.shape.num_goals - logits.shape[-1]), value=-LOGIT_CAP)
 
     def goal_logits(self, prior: Tensor, *imagined: Tensor) -> Tensor:

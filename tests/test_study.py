@@ -94,6 +94,9 @@ def test_the_flat_agents_goal_is_its_action():
     logits = policy.prior_logits(f)
     assert (logits[:, SHAPE.num_actions :] == -LOGIT_CAP).all()
     assert logits[:, : SHAPE.num_actions].std() > 0
+    logits.square().sum().backward()
+    both = [*policy.goal_prior.parameters(), *policy.controller.parameters()]
+    assert all(x.grad is not None and x.grad.any() for x in both)
     for goal in range(SHAPE.num_actions):
         chosen = torch.full((24,), goal)
         assert (policy.action_logits(f, chosen).argmax(-1) == goal).all()

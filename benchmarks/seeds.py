@@ -119,14 +119,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_json(RESULTS / f"{run['pack']}-{run['seed']}.json", run)
     runs = [read_json(path) for path in sorted(RESULTS.glob("*-*.json"))]
     packs = dict.fromkeys(run["pack"] for run in runs)
-    head = (
-        "# Other seeds\n\nBy `python -m benchmarks.seeds`, of runs of `dvc repro` that differ in\n"
-    )
-    head += "`seed`. Bold is what is not as asked. ± is half the 95 % interval over seeds.\n"
     tables = [table([run for run in runs if run["pack"] == pack]) for pack in packs]
+    text = "\n".join([HEAD, *tables])
+    print(text)
     with atomic_path(RESULTS.with_suffix(".md")) as path:
-        path.write_text("\n".join([HEAD, *tables]), encoding="utf-8")
-    print(RESULTS.with_suffix(".md").read_text())
+        path.write_text(text, encoding="utf-8")
     return 0
 
 

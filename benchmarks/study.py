@@ -240,8 +240,14 @@ def trained_rival(town: Town, variant: str, sizes: PolicyParams, seed: int, log:
     Raises:
         HamletError: if what it needs of the `bench` extra is not installed.
     """
-    from benchmarks.learning_peers import Clock, Everyone, LstmPPO, RecurrentPPO
-    from benchmarks.recurrent_dqn import RecurrentDQN
+    try:
+        from benchmarks.learning_peers import Clock, Everyone, LstmPPO, RecurrentPPO
+        from benchmarks.recurrent_dqn import RecurrentDQN
+    except ImportError as error:
+        raise HamletError(
+            f"{variant}: the `bench` extra is not installed",
+            'pip install -c constraints.txt -e ".[bench]"',
+        ) from error
 
     iterations = sizes.imitation_iterations + sizes.critic_iterations + sizes.ppo_iterations
     iterations = iterations * sizes.worlds // RIVALS_WORLDS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +13,19 @@ import pytest
 import torch
 
 from benchmarks.monolith import Monolith, MonolithPlayer, train_monolith
-from benchmarks.study import VARIANTS, ActingExpert, Flat, RandomGoals, StudiedMind, report, table
+from benchmarks.study import (
+    REWARDED,
+    VARIANTS,
+    ActingExpert,
+    Flat,
+    RandomGoals,
+    Shown,
+    StudiedMind,
+    report,
+    table,
+    trained_rival,
+)
+from pipeline.files import HamletError
 from pipeline.learning.buffer import RolloutBuffer
 from pipeline.learning.checkpoint import Checkpoint
 from pipeline.learning.losses import log_prob_of, masked_logits
@@ -150,10 +163,18 @@ def test_one_seed_proves_nothing():
     assert "inf" not in table(found, "x")
 
 
+def test_a_rival_without_its_library_says_what_to_install(monkeypatch):
+    monkeypatch.delitem(sys.modules, "benchmarks.learning_peers", raising=False)
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    with pytest.raises(HamletError, match="lstm_ppo: the `bench` extra is not installed"):
+        trained_rival(TOWN, "lstm_ppo", SIZES, 0, Shown("lstm_ppo"))
+
+
 @pytest.mark.slow
 def test_a_cell_and_the_report_of_the_tiny_pipeline(copy):
     shutil.rmtree(copy.path / "benchmarks" / "results" / "study")
-    installed = [name for name in VARIANTS if find_spec("sb3_contrib") or "sb3" not in name]
+    needs = dict.fromkeys(REWARDED, "gymnasium") | {"sb3_recurrent_ppo": "sb3_contrib"}
+    installed = [name for name in VARIANTS if name not in needs or find_spec(needs[name])]
     for variant in installed:
         done = copy.run("python", "-m", "benchmarks.study", "cell", variant, "1")
         told = json.loads(done.stdout.splitlines()[-1])

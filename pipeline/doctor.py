@@ -228,9 +228,14 @@ def _reasons(changes: list[Any]) -> list[str]:
 
 def _checkpoints() -> Iterator[Check]:
     for folder in sorted(Path("checkpoints").glob("*-*/")):
-        stage = folder.name.partition("-")[0]
-        detail = f"interrupted work in {folder}"
-        yield Check(f"checkpoint {stage}", "ok", detail, f"dvc repro {stage}")
+        match folder.name.split("-"):
+            case ["study", variant, seed, *_]:
+                what, fix = f"{variant} {seed}", f"python -m benchmarks.study cell {variant} {seed}"
+            case ["tune", *_]:
+                what, fix = "tune", "hamlet tune"
+            case [stage, *_]:
+                what, fix = stage, f"dvc repro {stage}"
+        yield Check(f"checkpoint {what}", "ok", f"interrupted work in {folder}", fix)
 
 
 def _registry() -> Iterator[Check]:

@@ -185,8 +185,8 @@ def main() -> None:
             {
                 name: read_json(paths.metrics(name))
                 for name in (
-                    "perception", "freeze_perception", "world_model", "social", "policy", "agent",
-                    "evaluate",
+                    "perception", "freeze_perception", "world_model", "social", "policy",
+                    "population", "agent", "evaluate",
                 )
             },
         )  # fmt: skip

@@ -50,6 +50,32 @@ MODULE_ROWS: dict[str, list[tuple[str, str, str | None]]] = {
 }
 
 
+def society(found: Mapping[str, Any]) -> list[str]:
+    """What the population's matches say."""
+    members = range(len(found["payoff"]))
+    low, high = found["focal_gain_ci95"]
+    head = " | ".join(f"beside member {k}" for k in members)
+    lines = [
+        "",
+        "## population",
+        "",
+        f"| | {head} | beside characters | rating |",
+        "| --- | --- | --- |" + " --- |" * len(members),
+    ]
+    for k in members:
+        beside = " | ".join(f"{value:.1f}" for value in found["payoff"][k])
+        among, rating = found["among_characters"][k], found["elo"][k]
+        lines.append(f"| member {k} | {beside} | {among:.1f} | {rating:.0f} |")
+    return [
+        *lines,
+        "",
+        f"The winner is member {found['winner']}; member 0 is the policy as it came. One of the",
+        "winner's kind among characters that nobody trained with gets "
+        f"{found['focal_score']:.1f}, one of the policy's {found['focal_score_of_policy']:.1f}: "
+        f"{found['focal_gain']:+.1f} (95 % from {low:.1f} to {high:.1f}).",
+    ]
+
+
 def write_report(path: Path, metrics: Mapping[str, Mapping[str, Any]]) -> None:
     """Write the report; every number comes from `metrics`."""
     evaluate = metrics["evaluate"]
@@ -84,6 +110,8 @@ def write_report(path: Path, metrics: Mapping[str, Mapping[str, Any]]) -> None:
         for key, what, baseline in rows:
             beside = f"{metrics[name][baseline]:.3f}" if baseline else ""
             lines.append(f"| {what} | {metrics[name][key]:.3f} | {beside} |")
+    if "focal_gain" in metrics["population"]:
+        lines += society(metrics["population"])
     header = "| what | largest difference, relative beyond 1 | rows excused as ties |"
     lines += ["", "## Exactness", "", header, "| --- | --- | --- |"]
     for name, what in (("freeze_perception", "perception.pt2"), ("agent", "agent.onnx")):

@@ -100,8 +100,13 @@ def test_broken_files_are_found_with_the_fix(repo):
 
 
 def test_interrupted_work_is_listed(repo):
-    (repo / "checkpoints" / "world_model-0123456789abcdef").mkdir(parents=True)
-    assert by_name()["checkpoint world_model"].fix == "dvc repro world_model"
+    for name in ("world_model", "tune", "study-no_social-2"):
+        (repo / "checkpoints" / f"{name}-0123456789abcdef").mkdir(parents=True)
+    found = by_name()
+    assert found["checkpoint world_model"].fix == "dvc repro world_model"
+    assert found["checkpoint tune"].fix == "hamlet tune"
+    fix = "python -m benchmarks.study cell no_social 2"
+    assert found["checkpoint no_social 2"].fix == fix
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from pipeline.files import sha256_file
+from stages.report import society
 
 pytestmark = pytest.mark.slow
 
@@ -124,6 +125,9 @@ def test_the_best_member_of_a_population_becomes_the_agent(copy):
     assert found["wins"][0][1] + found["wins"][1][0] == pytest.approx(1)
     low, high = found["focal_gain_ci95"]
     assert low <= found["focal_gain"] <= high
+    told = "\n".join(society(found))
+    assert f"The winner is member {winner};" in told
+    assert f"| member 1 | {found['payoff'][1][0]:.1f} | {found['payoff'][1][1]:.1f} |" in told
     assert len(found["characters"]) == 8
     assert max(dna["generation"] for dna in found["characters"]) == 1
 

@@ -34,17 +34,10 @@ from benchmarks import learning_peers as peers
 from pipeline.files import HamletError
 from pipeline.learning.buffer import RolloutBuffer
 from pipeline.learning.compiling import compiled
+from pipeline.learning.learner import ACTION_STREAM, GOAL_STREAM, Learner, Memory, gumbel, slots_of
 from pipeline.learning.precision import Precision, best_precision
 from pipeline.learning.rollout import Record, fused_step
-from pipeline.learning.train_policy import (
-    ACTION_STREAM,
-    GOAL_STREAM,
-    Learner,
-    Memory,
-    gumbel,
-    slots_of,
-    train_policy,
-)
+from pipeline.learning.train_policy import train_policy
 from pipeline.modules.agent import AgentState
 from pipeline.modules.contracts import Features, TownShape, observation_from
 from pipeline.modules.critic import Critic

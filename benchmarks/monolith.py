@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from pipeline.learning.buffer import RolloutBuffer
 from pipeline.learning.checkpoint import Checkpoint
+from pipeline.learning.learner import ACTION_STREAM, Teacher, gumbel
 from pipeline.learning.log import Log
 from pipeline.learning.losses import (
     entropy_of,
@@ -31,7 +32,7 @@ from pipeline.learning.losses import (
 )
 from pipeline.learning.returns import gae
 from pipeline.learning.rollout import Record, collect, fused_step
-from pipeline.learning.train_policy import ACTION_STREAM, LED, WARM_UP, Teacher, gumbel
+from pipeline.learning.train_policy import LED, WARM_UP
 from pipeline.learning.update import Update
 from pipeline.modules.contracts import RawObservation, TownShape, observation_from
 from pipeline.modules.policy import mlp

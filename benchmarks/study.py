@@ -37,14 +37,9 @@ from torch.nn import functional as F
 
 from benchmarks.monolith import MonolithLives, train_monolith
 from pipeline.files import HamletError, atomic_path, read_json, sha256_json, write_json
+from pipeline.learning.learner import ACTION_STREAM, GOAL_STREAM, forget, gumbel
 from pipeline.learning.rollout import Record, evaluate, fused_step
-from pipeline.learning.train_policy import (
-    ACTION_STREAM,
-    GOAL_STREAM,
-    forget,
-    gumbel,
-    train_policy,
-)
+from pipeline.learning.train_policy import train_policy
 from pipeline.modules.agent import AgentState, Mind
 from pipeline.modules.contracts import (
     LOOK,

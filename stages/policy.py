@@ -10,7 +10,8 @@ import torch
 
 from pipeline.export.frozen import freeze, load_frozen
 from pipeline.files import atomic_path, write_card, write_json
-from pipeline.learning.train_policy import first_state, goal_targets, train_policy
+from pipeline.learning.learner import first_state
+from pipeline.learning.train_policy import goal_targets, train_policy
 from pipeline.modules.agent import AgentState, Mind
 from pipeline.modules.contracts import LEADS, Features, TownShape
 from pipeline.modules.critic import Critic

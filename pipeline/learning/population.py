@@ -15,8 +15,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from pipeline.learning.learner import ACTION_STREAM, forget, gumbel, observation_of
 from pipeline.learning.rollout import Record, evaluate, fused_step
-from pipeline.learning.train_policy import ACTION_STREAM, forget, gumbel, observation_of
 from pipeline.modules.agent import AgentState, Mind
 from pipeline.modules.contracts import TownShape
 from pipeline.town import Scripted, Town

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -28,6 +28,7 @@ from pipeline.files import HamletError
 from pipeline.learning import distributed
 from pipeline.learning.buffer import RolloutBuffer
 from pipeline.learning.checkpoint import Checkpoint
+from pipeline.learning.learner import Company, Learner, Memory, Teacher, slots_of
 from pipeline.learning.log import Log
 from pipeline.learning.losses import (
     entropy_of,
@@ -40,21 +41,19 @@ from pipeline.learning.losses import (
 )
 from pipeline.learning.precision import Precision, best_precision
 from pipeline.learning.returns import gae
-from pipeline.learning.rollout import Record, collect, fused_step, learn
+from pipeline.learning.rollout import collect, fused_step, learn
 from pipeline.learning.update import Update
 from pipeline.modules.agent import AgentState, Mind
-from pipeline.modules.contracts import METERS, Features, RawObservation, TownShape
-from pipeline.modules.critic import Critic, privileged_features
+from pipeline.modules.contracts import METERS, Features, TownShape
+from pipeline.modules.critic import Critic
 from pipeline.params import CompileParams, PolicyParams
 from pipeline.profiling import region
-from pipeline.town import Scripted, Town, counter_uniform
+from pipeline.town import Scripted, Town
 
-GOAL_STREAM, ACTION_STREAM = 1000, 2000
 REACHED = 0.95
 WARM_UP = 10
 LED = 0.6
 """The part of imitation in which the expert acts, in fewer and fewer worlds; then it only tells."""
-SENSED = RawObservation._fields
 FEATURES = tuple(f"f_{name}" for name in Features._fields)
 VALUING = ("active", "privileged", "value", "returns")
 """Of a tick's experience, what PPO's values are learned from."""
@@ -75,191 +74,6 @@ def goal_targets(town: Town) -> Tensor:
         best = max(gain, key=lambda meter: gain[meter])
         targets[index, town.meter_names.index(best)] = REACHED
     return targets
-
-
-def first_state(
-    worlds: int, agents: int, recurrent_dim: int, others: int, social_dim: int
-) -> AgentState:
-    """Blank minds, the worlds' clocks staggered so that few agents deliberate at a time."""
-    slots = worlds * agents
-    zeros = torch.zeros(slots, dtype=torch.int64)
-    return AgentState(
-        belief=torch.zeros(slots, recurrent_dim),
-        social=torch.zeros(slots, others, social_dim),
-        goal=zeros,
-        goal_age=zeros,
-        clock=torch.arange(worlds).repeat_interleave(agents),
-        moved=zeros,
-        rng=zeros,
-    )
-
-
-def forget(state: AgentState, over: Tensor) -> AgentState:
-    """Blank minds for the slots in `over` bool [S]; clocks run on."""
-    going = ~over
-    return AgentState(
-        belief=state.belief * going.unsqueeze(-1),
-        social=state.social * going[:, None, None],
-        goal=state.goal,
-        goal_age=torch.where(over, 0, state.goal_age),
-        clock=state.clock,
-        moved=torch.where(over, 0, state.moved),
-        rng=state.rng,
-    )
-
-
-def gumbel(world: TensorDict, agents: int, choices: int, stream: int) -> Tensor:
-    """float32 [B * N, choices] Gumbel noise from the counter generator of each world."""
-    streams = stream + torch.arange(agents * choices).view(1, agents, choices)
-    seed, number, episode, tick = (
-        world[key].view(-1, 1, 1) for key in ("seed", "world", "episode", "tick")
-    )
-    u = counter_uniform(seed, number, episode, tick, streams)
-    return -(-(u.clamp(1e-9, 1 - 1e-7)).log()).log().flatten(0, 1)
-
-
-class Memory(NamedTuple):
-    """What is carried from tick to tick beside the town."""
-
-    agent: AgentState
-    expert: Any
-    """The expert's memory while it is needed; None otherwise."""
-    company: Any = None
-    """That of the other agents, where somebody else plays them."""
-
-
-class Company(Protocol):
-    """Who plays the last agents of every world, so that the others learn among strangers."""
-
-    count: int
-    """How many agents of a world they are."""
-
-    def meet(self, rng: torch.Generator) -> None:
-        """Choose who comes next; called before every iteration."""
-        ...
-
-    def start(self, worlds: int) -> AgentState:
-        """The blank minds of those of them who have one."""
-        ...
-
-    def act(
-        self, world: TensorDict, seen: TensorDict, memory: AgentState
-    ) -> tuple[Tensor, AgentState]:
-        """Actions int64 [B, count], and the new memory."""
-        ...
-
-    def forget(self, memory: AgentState, over: Tensor) -> AgentState:
-        """The memory without the lives that ended in the worlds `over` bool [B]."""
-        ...
-
-
-class Teacher(Protocol):
-    """Says what it would do in the place of every agent, and to what end; see `Scripted`."""
-
-    def reset(self, state: TensorDict) -> TensorDict: ...
-    def act(self, state: TensorDict, memory: TensorDict) -> tuple[Tensor, Tensor, TensorDict]: ...
-    def watch(self, state: TensorDict, memory: TensorDict) -> TensorDict: ...
-
-
-class Learner:
-    """The learning agents, and in some worlds an expert that acts for them, as a `Player`.
-
-    Args:
-        company: plays the last agents of every world; None where all agents learn.
-    """
-
-    def __init__(
-        self,
-        town: Town,
-        shape: TownShape,
-        mind: Mind,
-        critic: Critic,
-        expert: Teacher | None,
-        company: Company | None = None,
-    ) -> None:
-        self.town, self.shape, self.mind, self.critic = town, shape, mind, critic
-        self.expert, self.company = expert, company
-        self.agents = shape.num_agents - (company.count if company else 0)
-
-    def act(
-        self,
-        world: TensorDict,
-        seen: TensorDict,
-        memory: Memory,
-        thinking: Tensor | None,
-        driven: Tensor | None,
-    ) -> tuple[Tensor, Memory, Record]:
-        """Sampled actions int64 [B, N].
-
-        Args:
-            thinking: int64 [B / meta_period] the worlds whose agents deliberate now, and imagine;
-                None in imitation, in which nothing is imagined.
-            driven: bool [B] worlds where the expert acts. Where it is None, the expert says which
-                goals it would choose only in the worlds that deliberate.
-        """
-        n = self.agents
-        action, agent, record = self.mind.explore(
-            observation_of(seen, 0, n),
-            memory.agent,
-            None if thinking is None else slots_of(thinking, n),
-            gumbel(world, n, self.shape.num_goals, GOAL_STREAM),
-            gumbel(world, n, self.shape.num_actions, ACTION_STREAM),
-        )
-        acted, remembered = action.unflatten(0, (-1, n)), memory.expert
-        if self.expert is not None and driven is not None:
-            with region("expert"):
-                expert_action, expert_goal, remembered = self.expert.act(world, remembered)
-            acted = torch.where(driven.unsqueeze(-1), expert_action, acted)
-            led = driven.repeat_interleave(n)
-            agent = agent._replace(
-                goal=torch.where(led, expert_goal.flatten(), agent.goal),
-                moved=acted.flatten() + 1,
-            )
-            record["expert_action"] = expert_action.flatten()
-            record["expert_goal"] = expert_goal.flatten()
-        elif self.expert is not None and thinking is not None:
-            with region("expert"):
-                remembered = self.expert.watch(world, memory.expert)
-                told = self.expert.act(world[thinking], remembered[thinking])[1]
-            goals = torch.zeros_like(acted).index_copy(0, thinking, told[:, :n])
-            record["expert_goal"] = goals.flatten()
-        record["privileged"] = self.privileged(world)
-        record["value"] = self.critic(record["privileged"])
-        company = memory.company
-        if self.company is not None:
-            with region("company"):
-                theirs, company = self.company.act(world, seen, company)
-            acted = torch.cat([acted, theirs], 1)
-        return acted, Memory(agent, remembered, company), record
-
-    def privileged(self, world: TensorDict) -> Tensor:
-        """float32 [S, P] what the critic sees of the learning agents."""
-        everyone = privileged_features(self.town, self.shape, world)
-        return everyone[:, : self.agents].flatten(0, 1)
-
-    def outcome(
-        self, before: TensorDict, after: TensorDict, memory: Memory
-    ) -> tuple[Memory, Record]:
-        over, n = after["episode_over"], self.agents
-        company = memory.company
-        if self.company is not None:
-            company = self.company.forget(company, over)
-        agent = forget(memory.agent, over.repeat_interleave(n))
-        return Memory(agent, memory.expert, company), {
-            "reward": after["reward"][:, :n].flatten(),
-            "done": after["done"][:, :n].flatten(),
-            "active": before["alive"][:, :n].flatten(),
-        }
-
-
-def observation_of(seen: TensorDict, first: int, last: int) -> RawObservation:
-    """What the agents first..last - 1 of every world sense, [B * (last - first), ...]."""
-    return RawObservation(*(seen[name][:, first:last].flatten(0, 1) for name in SENSED))
-
-
-def slots_of(worlds: Tensor, agents: int) -> Tensor:
-    """int64 [B * N] the slots of the agents of worlds int64 [B]."""
-    return (worlds.unsqueeze(-1) * agents + torch.arange(agents)).flatten()
 
 
 @torch.no_grad()

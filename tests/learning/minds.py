@@ -2,7 +2,8 @@
 
 import torch
 
-from pipeline.learning.train_policy import first_state, goal_targets
+from pipeline.learning.learner import first_state
+from pipeline.learning.train_policy import goal_targets
 from pipeline.modules.agent import Mind
 from pipeline.modules.contracts import TownShape
 from pipeline.modules.perception import Perception

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pipeline.learning.checkpoint import Checkpoint
+from pipeline.learning.learner import Learner, Memory
 from pipeline.learning.population import (
     Characters,
     Match,
@@ -21,7 +22,7 @@ from pipeline.learning.population import (
     standing,
 )
 from pipeline.learning.rollout import fused_step
-from pipeline.learning.train_policy import Learner, Memory, train_policy
+from pipeline.learning.train_policy import train_policy
 from pipeline.modules.agent import Mind
 from pipeline.modules.contracts import TownShape
 from pipeline.modules.critic import Critic

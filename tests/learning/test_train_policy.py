@@ -10,15 +10,8 @@ from tensordict import TensorDict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipeline.learning.buffer import RolloutBuffer
-from pipeline.learning.train_policy import (
-    ACTION_STREAM,
-    GOAL_STREAM,
-    Learner,
-    Memory,
-    episode_scores,
-    gumbel,
-    train_policy,
-)
+from pipeline.learning.learner import ACTION_STREAM, GOAL_STREAM, Learner, Memory, gumbel
+from pipeline.learning.train_policy import episode_scores, train_policy
 from pipeline.modules.contracts import TownShape
 from pipeline.modules.critic import Critic
 from pipeline.params import load_params

@@ -124,8 +124,8 @@ def table(found: Mapping[str, Any], pack: str) -> str:
     lines = [
         f"# {pack}: among strangers",
         "",
-        f"By `python -m benchmarks.crossplay`, {found['worlds']} worlds a match. ± is half the",
-        "95 % interval over worlds.",
+        f"By `python -m benchmarks.crossplay`, {found['worlds']} worlds a match.",
+        "± is half the 95 % interval over worlds.",
         "",
         "## One among characters that nobody trained with, on held-out maps",
         "",

@@ -164,18 +164,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if args.worlds < 2:
         raise HamletError(f"--worlds is {args.worlds}: an interval needs at least 2", "give more")
+    runs = [(checkout, *resident(checkout)) for checkout in args.checkouts]
+    params = runs[0][1]
     agents: dict[str, Seating] = {}
-    towns = {}
-    for checkout in args.checkouts:
-        params, seat = resident(checkout)
-        name = f"seed {params.seed}"
+    for checkout, theirs, seat in runs:
+        name = f"seed {theirs.seed}"
         if name in agents:
             raise HamletError(f"{checkout}: a second agent of {name}", "give each seed once")
-        agents[name], towns[name] = seat, params.town
-        if params.town != next(iter(towns.values())):
+        if theirs.town != params.town:
             raise HamletError(f"{checkout}: params.yaml: town differs", "give runs of one town")
+        agents[name] = seat
     found = measure(agents, params, args.worlds, args.seed)
-    pack = params.town.pack
+    pack = Path(params.town.pack).stem
     write_json(RESULTS / f"{pack}.json", found)
     text = table(found, pack)
     print(text)

@@ -82,7 +82,7 @@ def taken(checkout: Path) -> dict[str, Any]:
         numbers["evaluate"][f"over_{name}"] = score["agent_leads"]
     kept = {stage: {key: numbers[stage][key] for _, s, key, _ in ROWS if s == stage}
             for stage in STAGES}  # fmt: skip
-    return {"pack": params.town.pack, "seed": params.seed, **kept}
+    return {"pack": Path(params.town.pack).stem, "seed": params.seed, **kept}
 
 
 def table(runs: Sequence[Mapping[str, Any]]) -> str:

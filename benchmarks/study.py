@@ -38,6 +38,7 @@ from torch.nn import functional as F
 from benchmarks.monolith import MonolithLives, train_monolith
 from pipeline.files import HamletError, atomic_path, read_json, sha256_json, write_json
 from pipeline.learning.learner import ACTION_STREAM, GOAL_STREAM, forget, gumbel
+from pipeline.learning.population import Characters, Selves, play
 from pipeline.learning.rollout import Record, evaluate, fused_step
 from pipeline.learning.train_policy import train_policy
 from pipeline.modules.agent import AgentState, Mind
@@ -55,6 +56,7 @@ from pipeline.modules.policy import LOGIT_CAP, Policy, soft_cap
 from pipeline.params import Params, PolicyParams, load_params
 from pipeline.town import Scripted, Town
 from pipeline.town.adapters.flat import flat_observation
+from pipeline.town.personalities import HELD_OUT
 from stages.collect import make_town
 from stages.common import threads
 from stages.evaluate import EVALUATION_SEED, life_of
@@ -65,7 +67,7 @@ if TYPE_CHECKING:
 
 RESULTS = Path(__file__).parent / "results" / "study"
 SHARES = {"worlds": 0.5, "imitation_iterations": 0.4, "ppo_iterations": 0.5}
-HELD_OUT_WORLDS = 64
+HELD_OUT_WORLDS, FOCAL_WORLDS = 64, 256
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # by degrees of freedom
 VARIANTS = {
     "full": "the whole agent",
@@ -74,11 +76,14 @@ VARIANTS = {
     "no_social": "nobody's goals are guessed",
     "random_goals": "goals drawn at random",
     "flat": "no goals: actions chosen at once",
+    "alone": "learned while all others rested",
     "monolith": "a rival: one recurrent network, end to end",
     "sb3_recurrent_ppo": "a rival: RecurrentPPO of Stable-Baselines3",
     "lstm_ppo": "a rival: PPO with an LSTM in one file",
     "recurrent_dqn": "a rival: a recurrent DQN",
 }
+SEATED = ("full", "alone")
+"""Also judged alone among characters that nobody trained with: is learning together worth it?"""
 REWARDED = ("sb3_recurrent_ppo", "lstm_ppo", "recurrent_dqn")
 """Rivals that learn from reward alone."""
 RIVALS_WORLDS, RIVALS_EPOCHS, RIVALS_MINIBATCHES, RIVALS_UPDATES = 32, 2, 8, 12
@@ -151,6 +156,25 @@ class Flat(Policy):
     def action_logits(self, f: Features, goal: Tensor) -> Tensor:
         chosen = F.one_hot(goal, self.shape.num_goals)[..., : self.shape.num_actions]
         return LOGIT_CAP * chosen.to(f.mean.dtype)
+
+
+class Resting:
+    """Company that never does anything: who learns beside it learns alone."""
+
+    def __init__(self, shape: TownShape, count: int) -> None:
+        self.count, self.rest = count, shape.action_names.index("WAIT")
+
+    def meet(self, rng: torch.Generator) -> None:
+        """It is always the same."""
+
+    def start(self, worlds: int) -> tuple[()]:
+        return ()
+
+    def act(self, world: TensorDict, seen: TensorDict, memory: Any) -> tuple[Tensor, Any]:
+        return torch.full((len(world), self.count), self.rest), memory
+
+    def forget(self, memory: Any, over: Tensor) -> Any:
+        return memory
 
 
 class ActingExpert:
@@ -306,10 +330,14 @@ def cell(params: Params, variant: str, seed: int) -> dict[str, Any]:
     else:
         if variant == "flat":
             teacher = ActingExpert(teacher)
+        company = None
+        if variant == "alone":
+            company = Resting(shape, shape.num_agents - 1)
+            sizes = sizes.model_copy(update={"worlds": sizes.worlds * shape.num_agents})
         mind, blank = minds(params, town, variant)
         train_policy(
             town, shape, mind, blank, sizes, compiling, seed, folder / "checkpoint.pt", log,
-            teacher=teacher,
+            company=company, teacher=teacher,
         )  # fmt: skip
         player = Everyone(strange, shape, mind, draws=variant in ("random_goals", "flat"))
         memory = blank(HELD_OUT_WORLDS)
@@ -318,6 +346,12 @@ def cell(params: Params, variant: str, seed: int) -> dict[str, Any]:
     step = fused_step(strange, player)
     lived = evaluate(strange, step, memory, HELD_OUT_WORLDS, HELD_OUT_WORLDS, judged_in)
     returns = lived["returns"].mean(1)
+    among_strangers = {}
+    if variant in SEATED:
+        seat = Selves(mind, shape, blank, 0, 1, imagines=True)
+        others = Characters(Scripted(strange, HELD_OUT, judged_in), 1, shape.num_agents)
+        focal = play(strange, seat, others, FOCAL_WORLDS, judged_in)[:, 0]
+        among_strangers = {"focal": focal.mean().item()}
     shutil.rmtree(folder)
     return {
         "variant": variant,
@@ -327,6 +361,7 @@ def cell(params: Params, variant: str, seed: int) -> dict[str, Any]:
         "mean_return_ci95": 1.96 * returns.std().item() / len(returns) ** 0.5,
         "retired_fraction": lived["retired"].mean().item(),
         "cpu_seconds": worked,
+        **among_strangers,
         "returns": [round(value, 3) for value in returns.tolist()],
     }
 
@@ -367,6 +402,12 @@ def report(cells: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         if variant != "full" and costs:
             cost, width = interval(costs)
             found[variant] |= {"cost": cost, "cost_ci95": width, "matters": cost - width > 0}
+        if variant in SEATED and all("focal" in c for c in [*of_seed.values(), *whole.values()]):
+            mean, width = interval([c["focal"] for c in of_seed.values()])
+            found[variant] |= {"focal": mean, "focal_ci95": width}
+            if variant != "full" and both:
+                cost, width = interval([whole[s]["focal"] - of_seed[s]["focal"] for s in both])
+                found[variant] |= {"focal_cost": cost, "focal_cost_ci95": width}
     return found
 
 
@@ -399,6 +440,16 @@ def table(found: dict[str, dict[str, Any]], pack: str) -> str:
             f"{told(row['mean_return'], row['mean_return_ci95'])} | "
             f"{row['retired_fraction']:.3f} | {cpu} | {cost} | {verdict} |"
         )
+    if "focal_cost" in found.get("alone", {}):
+        together, alone = found["full"], found["alone"]
+        lines += [
+            "",
+            "Self-play, the focal score: one agent among characters that nobody trained with gets",
+            f"{told(together['focal'], together['focal_ci95'])} if it learned in all places of its "
+            "worlds, and",
+            f"{told(alone['focal'], alone['focal_ci95'])} if it learned in as many ticks alone: "
+            f"{told(alone['focal_cost'], alone['focal_cost_ci95'])} less.",
+        ]
     return "\n".join(lines) + "\n"
 
 

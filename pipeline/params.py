@@ -203,7 +203,9 @@ class CompileParams(Section):
     """How the policy is trained. Compiling ticks takes minutes; then they are twice as fast."""
 
     rollout: bool = Field(description="torch.compile PPO's ticks: town, four modules, critic")
-    update: bool = Field(description="torch.compile the forward pass and the loss")
+    update: bool = Field(
+        description="torch.compile forward pass and loss; those of PPO where its ticks are compiled"
+    )
     precision: Literal["auto", "fp32", "bf16"] = Field(
         description="autocast of rollout and update; auto: bf16 where the processor multiplies it"
     )

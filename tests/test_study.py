@@ -19,6 +19,7 @@ from benchmarks.study import (
     ActingExpert,
     Flat,
     RandomGoals,
+    Resting,
     Shown,
     StudiedMind,
     report,
@@ -28,10 +29,12 @@ from benchmarks.study import (
 from pipeline.files import HamletError
 from pipeline.learning.buffer import RolloutBuffer
 from pipeline.learning.checkpoint import Checkpoint
+from pipeline.learning.learner import Learner, Memory
 from pipeline.learning.losses import log_prob_of, masked_logits
 from pipeline.learning.rollout import collect, fused_step
-from pipeline.learning.train_policy import goal_targets
+from pipeline.learning.train_policy import goal_targets, train_policy
 from pipeline.modules.contracts import Features, TownShape, observation_from
+from pipeline.modules.critic import Critic
 from pipeline.modules.policy import LOGIT_CAP, Policy
 from pipeline.params import load_params
 from pipeline.town import Scripted, Town, load_pack
@@ -125,6 +128,57 @@ def test_random_goals_are_as_likely_as_each_other_and_are_still_pursued():
     assert not policy.prior_logits(f).any()
     one, other = (policy.action_logits(f, torch.full((24,), goal)) for goal in (0, 5))
     assert not torch.equal(one, other)
+
+
+def test_who_learns_alone_is_led_in_its_own_place_while_the_others_rest():
+    mind, blank = new_mind(TOWN, SIZES)
+    company = Resting(SHAPE, SHAPE.num_agents - 1)
+    expert = Scripted(TOWN, ["expert"])
+    learner = Learner(TOWN, SHAPE, mind, Critic(SHAPE, 8), expert, company)
+    world, driven = TOWN.reset(3, 12), torch.arange(12) < 6
+    memory = Memory(blank(12, 1), expert.reset(world), company.start(12))
+    shown, meant, _ = expert.act(world, memory.expert)
+    seen = TOWN.observe(world)
+    action, after, record = learner.act(world, seen, memory, None, driven)
+    assert torch.equal(action[driven, 0], shown[driven, 0])
+    assert torch.equal(after.agent.goal[driven], meant[driven, 0])
+    assert (action[:, 1:] == SHAPE.action_names.index("WAIT")).all()
+    assert torch.equal(record["expert_action"], shown[:, 0])
+    assert torch.equal(record["expert_goal"], meant[:, 0])
+
+
+def test_an_interrupted_training_alone_ends_the_same(tmp_path, monkeypatch):
+    few = {"imitation_iterations": 3, "critic_iterations": 1, "ppo_iterations": 2, "rollout": 4}
+    sizes = SIZES.model_copy(update=few)
+    compiling = load_params(Path(__file__).parents[1] / "tiny.yaml").compile
+
+    def train(file, stop=None):
+        mind, blank = new_mind(TOWN, sizes)
+        train_policy(
+            TOWN, SHAPE, mind, blank, sizes, compiling, 0, tmp_path / file, StoppedLog(stop),
+            company=Resting(SHAPE, SHAPE.num_agents - 1),
+        )  # fmt: skip
+        return mind.policy.state_dict()
+
+    torch.set_num_threads(1)
+    whole = train("whole.pt")
+    always = partial(Checkpoint, interval=0.0)
+    monkeypatch.setattr("pipeline.learning.train_policy.Checkpoint", always)
+    for stop in (2, 5):  # while it imitates, and in PPO
+        with pytest.raises(Stopped):
+            train("cut.pt", stop)
+    resumed = train("cut.pt")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_self_play_is_told_where_it_was_measured():
+    made = cells({"full": [100, 110, 120], "alone": [90, 101, 110]})
+    assert "Self-play" not in table(report(made), "x")
+    for c in made:
+        c["focal"] = c["mean_return"] + 50
+    found = report(made)
+    assert found["alone"]["focal_cost"] == pytest.approx(29 / 3)
+    assert "150.3" in table(found, "x")
 
 
 def cells(costs: dict[str, list[float]]) -> list[dict]:

@@ -84,17 +84,15 @@ class Company(Protocol):
         """Choose who comes next; called before every iteration."""
         ...
 
-    def start(self, worlds: int) -> AgentState:
-        """The blank minds of those of them who have one."""
+    def start(self, worlds: int) -> Any:
+        """The blank minds, an `AgentState`, of those of them who have one; () if nobody has."""
         ...
 
-    def act(
-        self, world: TensorDict, seen: TensorDict, memory: AgentState
-    ) -> tuple[Tensor, AgentState]:
+    def act(self, world: TensorDict, seen: TensorDict, memory: Any) -> tuple[Tensor, Any]:
         """Actions int64 [B, count], and the new memory."""
         ...
 
-    def forget(self, memory: AgentState, over: Tensor) -> AgentState:
+    def forget(self, memory: Any, over: Tensor) -> Any:
         """The memory without the lives that ended in the worlds `over` bool [B]."""
         ...
 
@@ -154,7 +152,8 @@ class Learner:
         acted, remembered = action.unflatten(0, (-1, n)), memory.expert
         if self.expert is not None and driven is not None:
             with region("expert"):
-                expert_action, expert_goal, remembered = self.expert.act(world, remembered)
+                acts, means, remembered = self.expert.act(world, remembered)
+            expert_action, expert_goal = acts[:, :n], means[:, :n]
             acted = torch.where(driven.unsqueeze(-1), expert_action, acted)
             led = driven.repeat_interleave(n)
             agent = agent._replace(

@@ -116,8 +116,7 @@ def train_policy(
     Args:
         first: blank minds of a number of worlds and of agents in each.
         critic: that of an earlier training, to go on with; else a new one.
-        company: plays the last agents of every world. There is no imitation beside it: an expert
-            that acts for the learning agents acts for all.
+        company: plays the last agents of every world.
         teacher: who is imitated; else the scripted player that `params` names.
     """
     policy: Any = mind.policy
@@ -199,7 +198,7 @@ def train_policy(
     )
     ppo = Update(
         improve, [*choosing, *critic.parameters()], learning_rate=params.learning_rate,
-        max_grad_norm=0.5, compile=compiling.update, precision=precision,
+        max_grad_norm=0.5, compile=compiling.update and compiling.rollout, precision=precision,
     )  # fmt: skip
 
     expert = teacher or Scripted(town, [params.teacher], seed)
@@ -233,7 +232,7 @@ def train_policy(
     if start:
         world = TensorDict(extra["world"], batch_size=world.batch_size)
         remembered = TensorDict(extra["expert"], batch_size=world.batch_size)
-        met = AgentState(*extra["company"]) if company else ()
+        met = AgentState(*extra["company"]) if extra["company"] else ()
         memory = Memory(AgentState(*extra["agent"]), remembered, met)
         score, scores = extra["score"], extra["scores"]
 

@@ -12,6 +12,7 @@ from pipeline.export.triton import write_repository
 from pipeline.files import HamletError, write_card, write_json
 from pipeline.modules.agent import AgentState, Mind, Thoughts
 from pipeline.modules.contracts import (
+    METERS,
     SOCIAL_REASONS,
     UNCERTAINTY_REASONS,
     RawObservation,
@@ -19,6 +20,7 @@ from pipeline.modules.contracts import (
     observation_from,
 )
 from pipeline.serving.agent import NEXT, STATE, OnnxAgent
+from pipeline.town import Town
 from stages import paths
 from stages.collect import make_town
 from stages.common import progress, stage
@@ -26,6 +28,7 @@ from stages.common import progress, stage
 TOLERANCE = 1e-4  # absolute up to 1, relative beyond
 SPLITS = 1e-4  # share of agent-ticks in which the two runtimes may break a tie differently
 PARITY_BATCHES = (1, 7, 256)
+SURPRISED_WORLDS = 16
 OUTPUTS = (
     "action",
     *(NEXT + name for name in AgentState._fields),
@@ -49,8 +52,35 @@ def limits(shape: TownShape) -> dict[str, list[float]]:
 def blank(slots: int, recurrent_dim: int, others: int, social_dim: int) -> AgentState:
     zeros = torch.zeros(slots, dtype=torch.int64)
     return AgentState(
-        torch.zeros(slots, recurrent_dim), torch.zeros(slots, others, social_dim), *[zeros] * 5
+        belief=torch.zeros(slots, recurrent_dim),
+        social=torch.zeros(slots, others, social_dim),
+        goal=zeros,
+        goal_age=zeros,
+        clock=zeros,
+        moved=zeros,
+        foreseen=torch.zeros(slots, METERS),
+        surprise=torch.zeros(slots),
+        rng=zeros,
     )
+
+
+@torch.no_grad()
+def usual_surprise(mind: Mind, town: Town, state: AgentState, ticks: int, seed: int) -> float:
+    """The surprise that one tick in 200 exceeds where nothing is new.
+
+    Args:
+        town: of the maps that were trained on.
+        state: blank minds of some worlds.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    state = state._replace(rng=torch.randint(2**31 - 2, state.rng.shape, generator=rng))
+    world, found = town.reset(seed, len(state.rng) // town.num_agents), []
+    for _ in progress(min(ticks, town.lifespan), "agent: what surprises"):
+        action, *after = mind(*observation_from(town.observe(world), 2), *state)
+        state = AgentState(*after[: len(AgentState._fields)])
+        found.append(state.surprise[world["alive"].flatten()])
+        world = town.step_core(world, action.unflatten(0, (-1, town.num_agents)))
+    return torch.cat(found).quantile(0.995).item()
 
 
 def main() -> None:
@@ -87,6 +117,9 @@ def main() -> None:
         world = town.reset(s.params.seed + 2, worlds)
         dims = (cards["perception"]["recurrent_dim"], shape.num_others)
         sizes = (*dims, cards["social"]["recurrent_dim"])
+        minds = blank(SURPRISED_WORLDS * shape.num_agents, *sizes)
+        ticks, seed = s.params.agent.parity_ticks, s.params.seed + 3
+        mind.surprise_limit = usual_surprise(mind, make_town(s.params), minds, ticks, seed)
         obs = observation_from(town.observe(world), 2)
         inputs = dict(
             zip(
@@ -111,6 +144,7 @@ def main() -> None:
                 "town": shape.to_dict(),
                 "opset": OPSET,
                 "limits": limits(shape),
+                "surprise_limit": mind.surprise_limit,
                 "reasons": {
                     "uncertainty": list(UNCERTAINTY_REASONS),
                     "social": list(SOCIAL_REASONS),

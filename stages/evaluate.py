@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from tensordict import TensorDict
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from pipeline.files import atomic_path, read_json, write_json
 from pipeline.learning.rollout import Record, evaluate, fused_step
+from pipeline.modules.contracts import UNCERTAINTY_REASONS
 from pipeline.serving.agent import STATE, Arrays, OnnxAgent
 from pipeline.town import Scripted, Town, render_png
 from stages import paths
@@ -23,6 +26,26 @@ BASELINES = (
     "random", "rest", "expert_sightings", "expert_searching", "expert_watching", "expert",
 )  # fmt: skip
 BOOTSTRAPS = 2000
+NOVEL = UNCERTAINTY_REASONS.index("novel_state")
+CHANGED_WORLDS = 16
+
+
+def other_towns(town: Town, layouts: int, seed: int) -> dict[str, Town]:
+    """Towns like `town` but of rules that the agent never met, which it should notice."""
+    pack = town.pack
+    changes: dict[str, dict[str, Any]] = {
+        "needs_doubled": {"depletion_multiplier": 2 * pack.depletion_multiplier},
+        "uses_halved": {
+            "affordances": tuple(
+                place.model_copy(update={"quality": place.quality / 2})
+                for place in pack.affordances
+            )
+        },
+    }
+    return {
+        name: Town(pack.model_copy(update=change), num_layouts=layouts, layout_seed=seed)
+        for name, change in changes.items()
+    }
 
 
 class OnnxPlayers:
@@ -47,8 +70,15 @@ class OnnxPlayers:
             if not name.startswith(STATE)
         }
         decision = self.agent.act(fields, memory)
-        action = torch.from_numpy(decision.action).unflatten(0, (-1, self.town.num_agents))
-        return action, decision.state, {}
+        thinks = (decision.thoughts["imagination_confidence"] > 0).any(1)
+        novel = thinks & (decision.thoughts["uncertainty_reason"] == NOVEL).all(1)
+
+        def by_world(each: np.ndarray) -> Tensor:
+            return torch.from_numpy(each).unflatten(0, (-1, self.town.num_agents))
+
+        seen_by = {"thinks": thinks, "novel": novel}
+        record = {name: by_world(each) & world["alive"] for name, each in seen_by.items()}
+        return by_world(decision.action), decision.state, record
 
     def outcome(
         self, before: TensorDict, after: TensorDict, memory: Arrays
@@ -97,6 +127,26 @@ def bootstrap_ratio(a: Tensor, b: Tensor, seed: int) -> tuple[float, float]:
     return low, high
 
 
+def visit(agent: OnnxAgent, town: Town, worlds: int, seed: int, name: str) -> dict[str, Tensor]:
+    """What the agent records of one life in each of so many worlds of a town."""
+    player = OnnxPlayers(agent, town, worlds)
+    town.eval(worlds)
+    bar: Any = iter(progress(town.lifespan, f"evaluate: {name}"))
+
+    def watch(world: TensorDict) -> None:
+        next(bar, None)
+
+    step, begun = fused_step(town, player), player.start(worlds)
+    lived = evaluate(town, step, begun, worlds, worlds, seed, watch)
+    next(bar, None)
+    return lived
+
+
+def novel_share(lived: Mapping[str, Tensor]) -> float:
+    """Of the deliberations of alive agents, those in which every future was of a novel state."""
+    return (lived["novel"].sum() / lived["thinks"].sum().clamp_min(1)).item()
+
+
 def lead(agent: Tensor, player: Tensor) -> dict[str, float]:
     """How much more the agent got than somebody else in the same worlds, and half of the 95 %
     interval of it."""
@@ -138,6 +188,10 @@ def main() -> None:
             step = fused_step(town, player)
             lives[name] = evaluate(town, step, memory, params.worlds, params.worlds, seed, watch)
             next(bar, None)
+        noticed = {"novel_fraction": novel_share(lives["agent"])}
+        for name, other in other_towns(town, params.worlds, seed).items():
+            worlds = min(CHANGED_WORLDS, params.worlds)
+            noticed[f"novel_fraction_{name}"] = novel_share(visit(agent, other, worlds, seed, name))
         by_world = {name: played["returns"].mean(1) for name, played in lives.items()}
         mean = {name: values.mean().item() for name, values in by_world.items()}
         low, high = bootstrap_ratio(by_world["agent"], by_world["rest"], seed)
@@ -155,6 +209,7 @@ def main() -> None:
             "normalised_score_ci95": [score - margin, score + margin],
             "retired_fraction": lives["agent"]["retired"].mean().item(),
             "survival": lives["agent"]["ticks"].mean().item(),
+            **noticed,
             "share_of_expert": mean["agent"] / mean["expert"],
             "share_of_expert_ci95": bootstrap_ratio(by_world["agent"], by_world["expert"], seed),
             "scores": {

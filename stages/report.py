@@ -105,6 +105,15 @@ def write_report(path: Path, metrics: Mapping[str, Mapping[str, Any]]) -> None:
         f"Of the expert's, who has the map: {share:.3f} (95 % {least:.3f}-{most:.3f}).",
         f"Normalised score (0 = always-REST, 1 = that expert): {score:.3f}.",
     ]
+    home, needs, uses = (
+        f"{100 * evaluate[name]:.1f} %"
+        for name in ("novel_fraction", "novel_fraction_needs_doubled", "novel_fraction_uses_halved")
+    )
+    lines += [
+        "",
+        f"It takes {home} of what it imagines for novel; under rules that it never met, {needs}",
+        f"where needs grow twice as fast and {uses} where all that is used gives half.",
+    ]
     for name, rows in MODULE_ROWS.items():
         lines += ["", f"## {name}", "", "| what | value | baseline |", "| --- | --- | --- |"]
         for key, what, baseline in rows:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeline.learning.rollout import Record
 from pipeline.modules.agent import AgentState, Mind
-from pipeline.modules.contracts import RawObservation, TownShape
+from pipeline.modules.contracts import METERS, RawObservation, TownShape
 from pipeline.modules.critic import Critic, privileged_features
 from pipeline.profiling import region
 from pipeline.town import Town, counter_uniform
@@ -36,6 +36,8 @@ def first_state(
         goal_age=zeros,
         clock=torch.arange(worlds).repeat_interleave(agents),
         moved=zeros,
+        foreseen=torch.zeros(slots, METERS),
+        surprise=torch.zeros(slots),
         rng=zeros,
     )
 
@@ -50,6 +52,8 @@ def forget(state: AgentState, over: Tensor) -> AgentState:
         goal_age=torch.where(over, 0, state.goal_age),
         clock=state.clock,
         moved=torch.where(over, 0, state.moved),
+        foreseen=state.foreseen * going.unsqueeze(-1),
+        surprise=state.surprise * going,
         rng=state.rng,
     )
 

@@ -6,6 +6,7 @@ drive training rollouts and, exported whole, the ONNX file.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from pipeline.learning.losses import log_prob_of, masked_logits
 from pipeline.modules.contracts import (
+    METERS,
     BeliefDistribution,
     Features,
     ImaginedFuture,
@@ -27,6 +29,9 @@ IMAGINED_DISCOUNT = 0.97
 TEMPTED = 1.0
 """Nats by which another goal must seem likelier than the pursued one to take its place at once."""
 MULTIPLIER, MODULUS = 48271, 2**31 - 1
+SHOCK, SURPRISE_KEPT = 0.005, 0.9
+"""What the worst foreseen meter of one tick can add to an agent's surprise: a place that was taken
+says little of the world, needs that always grow too fast say much; and how long it lasts."""
 
 
 class AgentState(NamedTuple):
@@ -44,6 +49,11 @@ class AgentState(NamedTuple):
     """int64 [.] ticks lived; D1 deliberates when it is a multiple of `meta_period`."""
     moved: Tensor
     """int64 [.] the last action + 1; 0 at the start of a life."""
+    foreseen: Tensor
+    """float32 [., 8] what the world model said the meters would be now; zeros where it was not
+    asked, or another action was taken."""
+    surprise: Tensor
+    """float32 [.] how wrong it was of late: running mean of the worst meter's error."""
     rng: Tensor
     """int64 [.] in [0, 2^31 - 2): the agent's own random numbers; any start is a fair one."""
 
@@ -78,6 +88,25 @@ def tempted(prior: Tensor, goal: Tensor) -> Tensor:
     return prior.amax(-1) - kept > TEMPTED
 
 
+def foreseen(thoughts: Thoughts, goal: Tensor, action: Tensor) -> Tensor:
+    """float32 [., 8] the meters of the next tick in the imagined future of the goal int64 [.] that
+    was chosen; zeros where none was imagined, or one with another first action than int64 [.]."""
+    comes = (thoughts.candidates == goal[:, None]) & (
+        thoughts.imagined_actions[..., 0] == action[:, None]
+    )
+    first = thoughts.imagined_meters[:, :, 0]
+    # At most one is not zero: the order of the sum does not matter.
+    return torch.where(comes.unsqueeze(-1), first, torch.zeros_like(first)).sum(1)
+
+
+def surprised(state: AgentState, known_state: Tensor) -> Tensor:
+    """float32 [.] the surprise of `AgentState` after sensing known_state float32 [., K]."""
+    error = (known_state[:, :METERS] - state.foreseen).abs().amax(-1).clamp_max(SHOCK)
+    asked = state.foreseen.amax(-1) > 0
+    mean = SURPRISE_KEPT * state.surprise + (1 - SURPRISE_KEPT) * error
+    return torch.where(asked, mean, state.surprise)
+
+
 class Deciding(Protocol):
     """Module D, as `modules.policy.Policy` in training and as `FrozenPolicy` afterwards."""
 
@@ -100,6 +129,8 @@ class Mind(nn.Module):
         policy: module D, live or frozen.
         candidates: C, how many goals are imagined when deliberating.
         horizon: H, ticks imagined for each.
+        surprise_limit: surprise from which on the world is not the one that was learned: every
+            imagined future is of a `novel_state`.
     """
 
     def __init__(
@@ -110,10 +141,12 @@ class Mind(nn.Module):
         policy: Deciding,
         candidates: int,
         horizon: int,
+        surprise_limit: float = math.inf,
     ) -> None:
         super().__init__()
         self.perceive, self.imagine_tick, self.read_others = perceive, imagine_tick, read_others
         self.policy, self.candidates, self.horizon = policy, candidates, horizon
+        self.surprise_limit = surprise_limit
 
     def sense(
         self, obs: RawObservation, state: AgentState
@@ -341,6 +374,9 @@ class Mind(nn.Module):
         considered, *imagined = consider(
             deliberate, belief.log_std, *f, obs.action_mask, candidates, prior
         )
+        surprise = surprised(state, f.known_state)
+        strange = deliberate & (surprise > self.surprise_limit)
+        imagined[-1] = torch.where(strange[:, None], 1, imagined[-1])
 
         logits = torch.where(deliberate[:, None], considered, prior)
         _, after = self.pursue(f, state, prior, logits)
@@ -361,8 +397,15 @@ class Mind(nn.Module):
             ]
         )
         action = (action_logits + noise).argmax(-1)
-        after = after._replace(belief=belief.recurrent_state, social=social_state, moved=action + 1)
-        return action, *after._replace(rng=rng), *thoughts
+        after = after._replace(
+            belief=belief.recurrent_state,
+            social=social_state,
+            moved=action + 1,
+            foreseen=foreseen(thoughts, after.goal, action),
+            surprise=surprise,
+            rng=rng,
+        )
+        return action, *after, *thoughts
 
     def consider(
         self,

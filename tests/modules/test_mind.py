@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pipeline.learning.losses import log_prob_of, masked_logits
-from pipeline.modules.agent import AgentState, Mind, Thoughts, tempted
-from pipeline.modules.contracts import Features, observation_from
+from pipeline.modules.agent import SHOCK, AgentState, Mind, Thoughts, surprised, tempted
+from pipeline.modules.contracts import METERS, Features, observation_from
 from pipeline.modules.perception import Perception
 from pipeline.modules.policy import Policy
 from pipeline.modules.social import Social
@@ -45,6 +45,8 @@ def moment(town, shape, mind):
         torch.randint(6, (slots,), generator=rng),
         torch.arange(slots),
         torch.randint(shape.num_actions + 1, (slots,), generator=rng),
+        torch.rand(slots, METERS, generator=rng),
+        torch.rand(slots, generator=rng) / 100,
         torch.randint(2**31 - 2, (slots,), generator=rng),
     )
     return observation_from(town.observe(world), 2), state
@@ -63,7 +65,7 @@ def test_with_the_same_noise_explore_is_forward(mind, moment, shape):
     for name, ours, theirs in zip(AgentState._fields[:6], after, rest, strict=False):
         torch.testing.assert_close(ours, theirs, msg=name)
     assert record["deliberate"].nonzero().flatten().tolist() == slice_.tolist()
-    thoughts = Thoughts(*rest[7:])
+    thoughts = Thoughts(*rest[len(AgentState._fields) :])
     decided = record["decide"]
     torch.testing.assert_close(
         record["goal_log_prob"][decided],
@@ -215,3 +217,48 @@ def test_a_goal_is_dropped_for_one_that_is_clearly_preferred(mind, moment, shape
         ended = mind.policy.goal_ended(f.known_state, pursuing.goal, pursuing.goal_age)
         goal = mind(*obs, *pursuing)[3]
         assert torch.equal(goal[~ended], expected[~ended])
+
+
+def test_what_is_foreseen_is_the_first_tick_of_the_future_that_was_chosen(mind, moment):
+    obs, state = moment
+    out = mind(*obs, *state)
+    after, thoughts = AgentState(*out[1 : 1 + len(state)]), Thoughts(*out[1 + len(state) :])
+    seen = 0
+    for row, (goal, action) in enumerate(zip(after.goal, out[0], strict=True)):
+        expected = torch.zeros(METERS)
+        for c in range(mind.candidates):
+            imagined = thoughts.imagined_actions[row, c, 0]
+            thinks = state.clock[row] % PERIOD == 0
+            if thinks and thoughts.candidates[row, c] == goal and imagined == action:
+                expected = thoughts.imagined_meters[row, c, 0]
+                seen += 1
+        assert torch.equal(after.foreseen[row], expected)
+    assert 0 < seen < len(out[0]) / PERIOD + 1
+
+
+def test_surprise_is_a_mean_of_what_was_foreseen_and_did_not_come(mind, moment, shape):
+    obs, state = moment
+    known = obs.self_state
+    right = state._replace(foreseen=known[:, :METERS].clone())
+    torch.testing.assert_close(surprised(right, known), 0.9 * state.surprise)
+    wrong = right._replace(foreseen=known[:, :METERS] + torch.eye(METERS)[2] * 0.004)
+    torch.testing.assert_close(surprised(wrong, known), 0.9 * state.surprise + 0.0004)
+    shocked = right._replace(foreseen=known[:, :METERS] + 0.5)
+    torch.testing.assert_close(surprised(shocked, known), 0.9 * state.surprise + 0.1 * SHOCK)
+    nothing = right._replace(foreseen=torch.zeros_like(right.foreseen))
+    assert torch.equal(surprised(nothing, known), state.surprise)
+
+
+def test_in_a_surprising_world_every_imagined_future_is_of_a_novel_state(mind, moment):
+    obs, state = moment
+    state = state._replace(foreseen=torch.zeros_like(state.foreseen))
+    usual = mind(*obs, *state)
+    mind.surprise_limit = 0.005
+    out = mind(*obs, *state)
+    before, after = (Thoughts(*x[1 + len(state) :]).uncertainty_reason for x in (usual, out))
+    novel = (state.surprise > 0.005) & (state.clock % PERIOD == 0)
+    assert 0 < novel.sum() < len(novel) / PERIOD
+    assert (after[novel] == 1).all()
+    assert torch.equal(after[~novel], before[~novel])
+    for ours, theirs in zip(out[: 1 + len(state)], usual[: 1 + len(state)], strict=True):
+        assert torch.equal(ours, theirs)  # it says so; it decides as before

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.study import interval
+from benchmarks.study_report import interval
 from pipeline.files import HamletError, atomic_path, read_json, write_json
 from pipeline.params import load_params
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -127,17 +127,29 @@ def bootstrap_ratio(a: Tensor, b: Tensor, seed: int) -> tuple[float, float]:
     return low, high
 
 
-def visit(agent: OnnxAgent, town: Town, worlds: int, seed: int, name: str) -> dict[str, Tensor]:
-    """What the agent records of one life in each of so many worlds of a town."""
-    player = OnnxPlayers(agent, town, worlds)
-    town.eval(worlds)
+def live(
+    town: Town,
+    player: Any,
+    memory: Any,
+    worlds: int,
+    seed: int,
+    name: str,
+    watch: Callable[[TensorDict], None] | None = None,
+) -> dict[str, Tensor]:
+    """What a player records of one life in each of the worlds of a town in `eval` mode.
+
+    Args:
+        name: of the player or the town, for the progress bar.
+        watch: told the state before every tick.
+    """
     bar: Any = iter(progress(town.lifespan, f"evaluate: {name}"))
 
-    def watch(world: TensorDict) -> None:
+    def tick(world: TensorDict) -> None:
         next(bar, None)
+        if watch:
+            watch(world)
 
-    step, begun = fused_step(town, player), player.start(worlds)
-    lived = evaluate(town, step, begun, worlds, worlds, seed, watch)
+    lived = evaluate(town, fused_step(town, player), memory, worlds, worlds, seed, tick)
     next(bar, None)
     return lived
 
@@ -170,6 +182,10 @@ def main() -> None:
         town.eval(params.worlds)
         frames: list[TensorDict] = []
         lives = {}
+
+        def film(world: TensorDict) -> None:
+            frames.append(world[:1])
+
         for name in (*BASELINES, "agent"):
             player: Any
             if name == "agent":
@@ -178,20 +194,16 @@ def main() -> None:
             else:
                 player = ScriptedPlayers(Scripted(town, [name], seed))
                 memory = player.scripted.reset(town.reset(seed, params.worlds))
-            bar: Any = iter(progress(town.lifespan, f"evaluate: {name}"))
-
-            def watch(world: TensorDict, name: str = name, bar: Any = bar) -> None:
-                next(bar, None)
-                if name == "agent":
-                    frames.append(world[:1])
-
-            step = fused_step(town, player)
-            lives[name] = evaluate(town, step, memory, params.worlds, params.worlds, seed, watch)
-            next(bar, None)
+            lives[name] = live(
+                town, player, memory, params.worlds, seed, name, film if name == "agent" else None
+            )
         noticed = {"novel_fraction": novel_share(lives["agent"])}
         for name, other in other_towns(town, params.worlds, seed).items():
             worlds = min(CHANGED_WORLDS, params.worlds)
-            noticed[f"novel_fraction_{name}"] = novel_share(visit(agent, other, worlds, seed, name))
+            other.eval(worlds)
+            player = OnnxPlayers(agent, other, worlds)
+            lived = live(other, player, player.start(worlds), worlds, seed, name)
+            noticed[f"novel_fraction_{name}"] = novel_share(lived)
         by_world = {name: played["returns"].mean(1) for name, played in lives.items()}
         mean = {name: values.mean().item() for name, values in by_world.items()}
         low, high = bootstrap_ratio(by_world["agent"], by_world["rest"], seed)

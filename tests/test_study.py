@@ -15,17 +15,15 @@ import torch
 from benchmarks.monolith import Monolith, MonolithPlayer, train_monolith
 from benchmarks.study import (
     REWARDED,
-    VARIANTS,
     ActingExpert,
     Flat,
     RandomGoals,
     Resting,
     Shown,
     StudiedMind,
-    report,
-    table,
     trained_rival,
 )
+from benchmarks.study_report import VARIANTS, report, table
 from pipeline.files import HamletError
 from pipeline.learning.buffer import RolloutBuffer
 from pipeline.learning.checkpoint import Checkpoint

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from rich.progress import track
 
+from benchmarks.study_report import interval
 from pipeline.export.frozen import load_frozen
 from pipeline.files import HamletError, sha256_json
 from pipeline.learning.engines import processes
@@ -38,7 +39,6 @@ from stages.data import load_beliefs, load_dataset
 from stages.tune import worlds_of
 
 RESULTS = Path(__file__).parent / "results" / "pbt.json"
-T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # by degrees of freedom
 
 
 def shared(params: Params, folder: Path) -> Path:
@@ -113,10 +113,9 @@ def main(arguments: list[str] | None = None) -> int:
     losses = {n: [kept["searches"][n][seed]["test_loss"] for seed in seeds] for n in searches}
     more = [r - p for r, p in zip(losses["random"], losses["pbt"], strict=True)]
     kept["random_less_pbt"] = [round(value, 5) for value in more]
-    mean = statistics.fmean(more)
+    mean, half = interval(more)
     kept["mean"] = round(mean, 5)
-    if len(more) - 1 in T_95:
-        half = T_95[len(more) - 1] * statistics.stdev(more) / len(more) ** 0.5
+    if math.isfinite(half):
         kept["interval_95"] = [round(mean - half, 5), round(mean + half, 5)]
     RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
     shutil.rmtree(data.parent)

@@ -15,10 +15,10 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from scipy.stats import t as student
 
 from pipeline.files import atomic_path
 
-T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # by degrees of freedom
 VARIANTS = {
     "full": "the whole agent",
     "no_memory": "beliefs from what is in view only",
@@ -41,7 +41,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     mean, count = statistics.fmean(values), len(values)
     if count < 2:
         return mean, float("inf")
-    return mean, T_95[count - 1] * statistics.stdev(values) / count**0.5
+    half = student.ppf(0.975, count - 1) * statistics.stdev(values) / count**0.5
+    return mean, float(half)
 
 
 def report(cells: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:

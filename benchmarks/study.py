@@ -115,8 +115,6 @@ class Flat(Policy):
     nothing is held on to: the second is given the mean of the places by the first one's odds.
     """
 
-    goals_are_actions = True
-
     def prior_logits(self, f: Features) -> Tensor:
         attended = super().prior_logits(f).softmax(-1)
         cells = self._cells(f)

@@ -40,6 +40,7 @@ def make_mind(
     torch.manual_seed(params.seed)
     policy = kind(
         shape,
+        a_card["belief_dim"],
         sizes.hidden,
         goal_targets(town),
         posted,

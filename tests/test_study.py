@@ -57,7 +57,8 @@ def studied(variant: str, policy: Policy | None = None) -> tuple[StudiedMind, ob
 def of_kind(kind: type[Policy]) -> Policy:
     torch.manual_seed(1)
     told = goal_targets(TOWN), timetable(TOWN.pack), menu(TOWN.pack), SIZES.meta_period, 0.2
-    return kind(SHAPE, 24, *told)
+    belief = new_mind(TOWN, SIZES)[0].perceive.belief_dim
+    return kind(SHAPE, belief, 24, *told)
 
 
 @torch.no_grad()

@@ -8,9 +8,6 @@ there is little to gain in the controller that imitation leaves (pursuing the ex
 it would help or harm is not settled: single trainings with it ended at 420 to 457, without at 454
 and 457.
 
-Imitation learns from the town and from mirrors of it (see `mirrored`): it then needs a fraction of
-the ticks.
-
 Because the upstream modules are frozen, a tick's experience is stored as plain features: the
 updates have no recurrence, and the frozen modules run once per step of experience. Values are
 learned from every tick, goals from those at which an agent deliberates, one in `meta_period`: what
@@ -42,7 +39,6 @@ from pipeline.learning.losses import (
     value_loss,
     weighted_mean,
 )
-from pipeline.learning.mirrored import mirrored
 from pipeline.learning.precision import Precision, best_precision
 from pipeline.learning.returns import gae
 from pipeline.learning.rollout import collect, fused_step, learn
@@ -280,10 +276,6 @@ def train_policy(
             else (params.epochs, params.minibatches)
         )
         experience = [buffer]
-        if imitating:
-            with region("data"):
-                assert buffer.data is not None
-                buffer.data.update_(mirrored(buffer.data, shape, rng, policy.goals_are_actions))
         if update is ppo:
             with region("data"):
                 deciders = torch.stack([slots_of(now, learner.agents) for now in thinking])

@@ -30,6 +30,7 @@ class Policy(nn.Module):
 
     Args:
         shape: sizes of the town.
+        belief_dim: D.
         width: hidden units.
         goal_targets: float32 [G, 8] meter levels at which each goal counts as reached (0 = not
             asked for).
@@ -41,8 +42,6 @@ class Policy(nn.Module):
         emergency: level of energy or health under which a goal that does not serve it is dropped.
     """
 
-    goals_are_actions = False
-    """Of a rival without goals, in the study."""
     goal_targets: Tensor
     steps: Tensor
     posted: Tensor
@@ -51,6 +50,7 @@ class Policy(nn.Module):
     def __init__(
         self,
         shape: TownShape,
+        belief_dim: int,
         width: int,
         goal_targets: Tensor,
         timetable: Tensor,
@@ -64,7 +64,7 @@ class Policy(nn.Module):
         self.exploring = shape.goal_names.index("explore")
         self.age = shape.self_names.index("age")
         self.progress = shape.self_names.index("progress")
-        base = 2 * self.places + LOOK + shape.self_dim + shape.num_goals
+        base = belief_dim + self.places + shape.self_dim + shape.num_goals
         elsewhere = shape.num_goals - shape.num_affordances
         self.goal_prior = GoalScores(
             base + elsewhere, shape.num_affordances, shape.num_goals, width
@@ -83,9 +83,7 @@ class Policy(nn.Module):
         self.register_buffer("posted_at", posted_at)
 
     def _base(self, f: Features) -> Tensor:
-        """All but the latent of the belief: a mirrored town would have another (see `mirrored`)."""
-        told = f.mean[..., : self.places + LOOK]
-        return torch.cat([told, f.log_std, f.known_state, f.rivals], -1)
+        return torch.cat([f.mean, f.log_std, f.known_state, f.rivals], -1)
 
     def _cells(self, f: Features) -> Tensor:
         """float32 [., F, 2] believed offsets in cells."""

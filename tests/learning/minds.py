@@ -19,7 +19,7 @@ def new_mind(town, sizes):
     torch.manual_seed(0)
     perception, world_model = Perception(shape, 16, 4), WorldModel(shape, 4, 24, 2)
     told = goal_targets(town), timetable(town.pack), menu(town.pack)
-    policy = Policy(shape, 24, *told, sizes.meta_period, 0.2)
+    policy = Policy(shape, perception.belief_dim, 24, *told, sizes.meta_period, 0.2)
     social = Social(shape, 8)
     for module in (perception, world_model, social):
         module.requires_grad_(False)

@@ -72,7 +72,7 @@ def make(name: str, shape):
     targets = (torch.rand(shape.num_goals, 8) > 0.8) * 0.95
     hours = torch.rand(shape.lifespan + 1, shape.num_affordances, 3)
     menu = torch.rand(shape.num_affordances, 17)
-    policy = Policy(shape, 24, targets, hours, menu, 4, 0.2)
+    policy = Policy(shape, 2 * shape.num_affordances + 4, 24, targets, hours, menu, 4, 0.2)
     modules = {
         "perception": (Perception(shape, 16, 4), {6: 4}),
         "world_model": (WorldModel(shape, 4 - LOOK, 24, 3), {}),

@@ -23,7 +23,7 @@ def mind(town, shape):
     targets = torch.zeros(shape.num_goals, 8)
     targets[torch.arange(8), torch.arange(8)] = 0.9
     told = targets, timetable(town.pack), menu(town.pack)
-    policy = Policy(shape, 24, *told, PERIOD, 0.2)
+    policy = Policy(shape, perception.belief_dim, 24, *told, PERIOD, 0.2)
     torch.nn.init.normal_(policy.future_weight[-1].weight, std=2.0)  # imagination matters
     torch.nn.init.normal_(perception.location_table.weight, std=0.1)
     mind = Mind(perception, world_model, Social(shape, 8), policy, candidates=3, horizon=3)

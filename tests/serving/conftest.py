@@ -41,7 +41,7 @@ def mind(shape):
     perception, targets = Perception(shape, 16, 8), torch.zeros(shape.num_goals, 8)
     targets[torch.arange(8), torch.arange(8)] = 0.9
     told = targets, timetable(town.pack), menu(town.pack)
-    policy = Policy(shape, 32, *told, 4, 0.2)
+    policy = Policy(shape, perception.belief_dim, 32, *told, 4, 0.2)
     torch.nn.init.normal_(policy.future_weight[-1].weight, std=2.0)  # imagination matters
     torch.nn.init.normal_(perception.location_table.weight, std=0.1)
     social = Social(shape, 16)

@@ -60,6 +60,22 @@ def predict(model: Social, chunk: TensorDict, state: Tensor) -> tuple[Tensor, Te
     return torch.stack(goals), torch.stack(actions), state
 
 
+def social_loss(
+    model: Social, chunk: TensorDict, state: Tensor
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Cross-entropy in nats of the others' goals and next actions in a chunk [T, S], and the state
+    after it."""
+    goal, action, after = predict(model, chunk, state)
+    weight = (chunk["others_alive"] & chunk["alive"].unsqueeze(-1)).float()
+    weight = weight * (0.1 + 0.9 * chunk["visible"].float())  # what can be seen matters most
+    goal_loss = F.cross_entropy(goal.movedim(-1, 1), chunk["others_goal"], reduction="none")
+    action_loss = F.cross_entropy(
+        action.movedim(-1, 1), chunk["others_next_action"], reduction="none"
+    )
+    losses = {"goal": (goal_loss, weight), "next_action": (action_loss, weight)}
+    return weighted_means(losses), after
+
+
 def train_social(
     data: TensorDict,
     worlds: Tensor,
@@ -84,15 +100,8 @@ def train_social(
     carried: list[Tensor] = []
 
     def loss(chunk: TensorDict, state: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        goal, action, after = predict(model, chunk, state)
+        parts, after = social_loss(model, chunk, state)
         carried[:] = [after.detach()]
-        weight = (chunk["others_alive"] & chunk["alive"].unsqueeze(-1)).float()
-        weight = weight * (0.1 + 0.9 * chunk["visible"].float())  # what can be seen matters most
-        goal_loss = F.cross_entropy(goal.movedim(-1, 1), chunk["others_goal"], reduction="none")
-        action_loss = F.cross_entropy(
-            action.movedim(-1, 1), chunk["others_next_action"], reduction="none"
-        )
-        parts = weighted_means({"goal": (goal_loss, weight), "next_action": (action_loss, weight)})
         return parts["goal"] + parts["next_action"], parts
 
     update = Update(loss, model.parameters(), learning_rate=params.learning_rate)

@@ -283,7 +283,7 @@ class Mind(nn.Module):
             goal_noise, action_noise: float32 [., G], [., A] Gumbel noise.
 
         Returns:
-            action int64 [.], the new state, and the record (see `train_policy`).
+            action int64 [.], the new state, and the record, to which `Learner` adds the outcome.
         """
         belief, _, social_state, f = self.sense(obs, state)
         logits = prior = self.policy.prior_logits(f)

@@ -7,7 +7,8 @@ to go. All players are this planner with other parameters, apart from two baseli
 `expert_sightings` uses only places it has seen and counts only on whom it sees, an
 `expert_searching` knows no more but weighs what it may find against what it has found, an
 `expert_watching` also learns where a place is from whomever it sees using it, an
-`expert_yesterday` believes the prices, hours, effects and drains of the phase before this one.
+`expert_yesterday` believes the prices, hours, effects and drains of the phase before this one, and
+whose parameter `visit` is not zero takes an interest in some place now and then, and uses it.
 Nothing is remembered but what the agent has seen, and that only where a player does not know the
 map: a started use and a chosen way are read from the state, so that a player can label states that
 somebody else brought about.

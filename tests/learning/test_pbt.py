@@ -289,3 +289,37 @@ def test_the_winner_of_module_c_is_made_again_from_its_log(shared, tmp_path):
 def test_a_space_that_cannot_be_searched_is_told(space, told):
     with pytest.raises(ValueError, match=told):
         TuneParams(members=2, generations=1, replaced=0.0, space=space)
+
+
+def test_members_that_are_stacked_take_the_steps_they_would_take_one_by_one(shared):
+    """Else `benchmarks.vectorised` compared two different things."""
+    import torch
+    from tensordict import TensorDict
+
+    from benchmarks.vectorised import Losing, separately, stacked
+    from pipeline.learning.sequences import Lanes
+    from pipeline.learning.tune_social import opened
+    from pipeline.modules.social import Social
+
+    data, worlds, shape = opened(shared)
+    rngs = [torch.Generator().manual_seed(seed) for seed in range(3)]
+    lanes = [Lanes(data, worlds["learn"], SOCIAL.lanes, SOCIAL.chunk, rng) for rng in rngs]
+
+    def population() -> list[Losing]:
+        torch.manual_seed(0)
+        return [Losing(Social(shape, SOCIAL.hidden)) for _ in range(3)]
+
+    members, begun = population(), population()
+    apart = separately(members, SOCIAL.learning_rate)
+    together, weights = stacked(population(), SOCIAL.learning_rate)
+    slots = SOCIAL.lanes * shape.num_agents
+    states = torch.zeros(3, slots, shape.num_others, begun[0].social.recurrent_dim)
+    for _ in range(3):
+        chunks = TensorDict.stack([each.read() for each in lanes])
+        apart(chunks, states)
+        together(chunks, states)
+    for name, each in weights.items():
+        own = torch.stack([dict(member.named_parameters())[name] for member in members])
+        first = torch.stack([dict(member.named_parameters())[name] for member in begun])
+        torch.testing.assert_close(each, own, rtol=0, atol=1e-4)
+        assert (own - first).abs().max() > 1e-3, name

@@ -340,6 +340,7 @@ def cell(params: Params, variant: str, seed: int) -> dict[str, Any]:
         "mean_return_ci95": 1.96 * returns.std().item() / len(returns) ** 0.5,
         "retired_fraction": lived["retired"].mean().item(),
         "cpu_seconds": worked,
+        "processor": torch.backends.cpu.get_cpu_capability(),
         **among_strangers,
         "returns": [round(value, 3) for value in returns.tolist()],
     }

@@ -66,7 +66,9 @@ def report(cells: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         of_whole = [
             of_seed[s]["cpu_seconds"] / whole[s]["cpu_seconds"]
             for s in both
-            if of_seed[s]["cpu_seconds"] and whole[s]["cpu_seconds"]
+            if of_seed[s]["cpu_seconds"]
+            and whole[s]["cpu_seconds"]
+            and of_seed[s].get("processor") == whole[s].get("processor")
         ]
         if of_whole:
             found[variant]["cpu"] = statistics.fmean(of_whole)
@@ -90,8 +92,8 @@ def table(found: dict[str, dict[str, Any]], pack: str) -> str:
         f"By `dvc repro benchmarks/dvc.yaml`, on {pack}: module D trained anew without one of the",
         "modules, for as many ticks as the whole agent; mean return in held-out worlds. ± is half",
         "the 95 % interval over seeds (Student's t), the cost being paired by seed; CPU is the",
-        "processor time of this training as a multiple of the whole agent's. The first rival is",
-        "told what the whole agent is told; the others learn from reward alone.",
+        "processor time of this training as a multiple of the whole agent's on a like processor.",
+        "The first rival is told what the whole agent is told; the others learn from reward alone.",
         "",
         "| variant | seeds | R | retired | CPU | costs | |",
         "| --- | --- | --- | --- | --- | --- | --- |",

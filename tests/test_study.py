@@ -188,6 +188,7 @@ def cells(costs: dict[str, list[float]]) -> list[dict]:
             "retired_fraction": 1.0,
             "pack": "x",
             "cpu_seconds": 10.0 * s,
+            "processor": "AVX2",
         }
         for v, returns in costs.items()
         for s, r in enumerate(returns, 1)
@@ -205,6 +206,14 @@ def test_a_module_matters_when_its_cost_is_clear_of_zero():
     assert not found["flat"]["matters"]
     assert found["no_social"]["cpu"] == 1.0
     assert "cost" not in found["full"]
+
+
+def test_times_of_unlike_processors_are_not_compared():
+    faster = cells({"full": [100, 110], "flat": [90, 101]})
+    faster[2] |= {"processor": "AVX512", "cpu_seconds": 1.0}
+    assert report(faster)["flat"]["cpu"] == 1.0  # that of the second seed
+    faster[3] |= {"processor": "AVX512", "cpu_seconds": 1.0}
+    assert "cpu" not in report(faster)["flat"]
 
 
 def test_one_seed_proves_nothing():

@@ -24,7 +24,7 @@ EXTRAS = {
     "core": ["numpy", "pydantic", "typer", "rich"],
     "train": [
         *("torch", "tensordict", "onnx", "onnxscript", "dvc", "mlflow", "filelock", "psutil"),
-        *("pyyaml", "pillow", "matplotlib"),
+        *("pyyaml", "pillow", "matplotlib", "scipy"),
     ],
     "serve": ["uvicorn", "httptools", "orjson"],
     "dev": [

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from rich.progress import track
@@ -26,15 +27,14 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
-from pipeline.export.frozen import load_frozen
+from benchmarks.pbt import shared
 from pipeline.files import HamletError, write_json
 from pipeline.learning.sequences import Lanes
-from pipeline.learning.train_social import social_loss, with_labels
+from pipeline.learning.train_social import social_loss
+from pipeline.learning.tune_social import opened
 from pipeline.learning.update import fused_adam
 from pipeline.modules.social import Social
 from pipeline.params import load_params
-from stages import paths
-from stages.data import load_beliefs, load_dataset
 
 RESULTS = Path(__file__).parent / "results" / "vectorised.json"
 TURNS = 12
@@ -94,16 +94,16 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         params = load_params("params.yaml")
-        recorded = load_dataset(params)
-        perceive, card = load_frozen(paths.PERCEPTION, recorded.shape.pack_hash)
+        with TemporaryDirectory() as folder:
+            data, worlds, shape = opened(shared(params, Path(folder)))
+            data = data.clone()  # into memory: the folder goes
     except HamletError as error:
         print(f"vectorised: {error}", file=sys.stderr)
         return 2
     torch.set_num_threads(1)
-    of_c, shape = params.social, recorded.shape
-    data = with_labels(recorded.data, load_beliefs(recorded, perceive, card))
+    of_c = params.social
     rngs = [torch.Generator().manual_seed(seed) for seed in range(given.members)]
-    lanes = [Lanes(data, recorded.training, of_c.lanes, of_c.chunk, rng) for rng in rngs]
+    lanes = [Lanes(data, worlds["learn"], of_c.lanes, of_c.chunk, rng) for rng in rngs]
 
     def read() -> TensorDict:
         return TensorDict.stack([each.read() for each in lanes])

@@ -258,9 +258,15 @@ class Prospects(nn.Module):
             waits.append((enough - more) * F.relu(duration - lead - 1))
         return reduce(torch.add, waits)
 
-    def value(self, meters: Tensor) -> Tensor:
+    def gained(self, meters: Tensor, change: Tensor) -> Tensor:
+        """float32 [.]: what a `change` of `meters`, both [., 8], is worth.
+
+        Worked out from the change, meter by meter: the difference of two values, each some hundred
+        times what is gained, would be mostly rounding.
+        """
         short = F.relu(self.comfort - meters)
-        each = self.worth * meters - self.fear * short * short
+        then_short = F.relu(self.comfort - meters - change)
+        each = self.worth * change + self.fear * (short - then_short) * (short + then_short)
         # One after the other: ONNX Runtime sums a row in an order that depends on where it stands.
         return reduce(torch.add, each.unbind(-1))
 
@@ -294,8 +300,8 @@ class Prospects(nn.Module):
         idle = (meters.unsqueeze(-2) - 0.01 * self.drain * ticks).clamp(0.0, 1.0)
         paid = (price * stay).unsqueeze(-1) * self.paid_in
         gain = per_tick * stay.unsqueeze(-1) + finished * completes.unsqueeze(-1) - paid
-        gained = self.value((idle + gain).clamp(0.0, 1.0)) - self.value(idle)
-        rate = gained / (ticks.squeeze(-1) + F.softplus(self.overhead))
+        change = gain.clamp(min=-idle, max=1 - idle)
+        rate = self.gained(idle, change) / (ticks.squeeze(-1) + F.softplus(self.overhead))
         return rate * (1 + self.habit * pursued + self.heading * nearer)
 
 

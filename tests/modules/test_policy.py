@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -67,3 +69,17 @@ def test_what_drains_on_the_way_and_what_is_feared_count(rule):
     # In four ticks 0.4 become 0.2; with the bed 0.8.
     expected = (0.6 - (0.0 - (0.5 - 0.2) ** 2)) / 4
     assert ask(rule, energy=0.4)[0].item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_small_gain_is_not_lost_in_the_rounding_of_what_all_meters_are_worth(rule):
+    """Learned sharpness makes some 500 times as much of a rate, and ONNX Runtime rounds its own
+    way: beyond that the two would tell logits that differ by more than 1e-4."""
+    torch.manual_seed(0)
+    for name, value in {"worth": 1.0, "fear": 1.0, "comfort": 0.8, "overhead": 0.5}.items():
+        getattr(rule, name).fill_(value)
+    rule.worth[6] = 3.0
+    meters, walk, hours = torch.rand(5000, 8), torch.rand(5000, 2) * 8, torch.rand(5000, 2, 3)
+    still = torch.zeros(5000, 2)
+    given = (meters, walk, still, still, still, still, hours)
+    exact = copy.deepcopy(rule).double()(*(x.double() for x in given))
+    assert (rule(*given) - exact).abs().max() < 1e-7

@@ -53,7 +53,9 @@ ROWS = (
     ("others' goal after 5 ticks", "social", "goal_accuracy_after_5", ""),
     ("others' goal after 20 ticks", "social", "goal_accuracy_after_20", ">= 0.6"),
 )  # fmt: skip
-OF_THE_EASY_PACK = {"normalised_score": ">= 1.05", "retired_fraction": ">= 0.99"}
+OF_THE_EASY_PACK = {
+    "mean_return": ">= 441", "normalised_score": ">= 1.05", "retired_fraction": ">= 0.99",
+}  # fmt: skip
 
 
 def holds(value: float, asked: str) -> bool:

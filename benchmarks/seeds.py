@@ -55,6 +55,7 @@ ROWS = (
 )  # fmt: skip
 OF_THE_EASY_PACK = {
     "mean_return": ">= 441", "normalised_score": ">= 1.05", "retired_fraction": ">= 0.99",
+    "share_of_expert": "", "over_expert_sightings": "", "over_expert_searching": "",
 }  # fmt: skip
 
 

@@ -44,7 +44,7 @@ from pipeline.modules.critic import Critic
 from pipeline.params import CompileParams, Params, load_params
 from pipeline.profiling import Watch, profiled
 from stages.collect import make_town
-from stages.common import threads
+from stages.common import cores
 from stages.policy import make_mind
 
 RESULTS = Path(__file__).parent / "results" / "learning.json"
@@ -340,14 +340,14 @@ def main(arguments: list[str] | None = None) -> int:
     except HamletError as error:
         print(f"learning: {error}", file=sys.stderr)
         return 2
-    torch.set_num_threads(threads())
+    torch.set_num_threads(cores())
     policy = setting.params.policy
     if small:
         policy = policy.model_copy(update={"worlds": 16, "rollout": 8})
         setting.params = setting.params.model_copy(update={"policy": policy})
     fast = best_precision("cpu")
     count, seconds, rounds = (1, 0.1, 1) if small else (5, 2.0, 2)
-    result: dict[str, Any] = {"threads": threads(), "worlds": policy.worlds, "best": fast}
+    result: dict[str, Any] = {"threads": cores(), "worlds": policy.worlds, "best": fast}
 
     print("learning, end to end", flush=True)
     rows: dict[str, list[dict[str, float]]] = {}
@@ -378,7 +378,7 @@ def main(arguments: list[str] | None = None) -> int:
                         name.removesuffix(EVERYONE), worlds=worlds, rollout=policy.rollout,
                         epochs=policy.epochs,
                         minibatches=min(worlds, policy.minibatches), hidden=policy.hidden,
-                        iterations=1 if small else 3, threads=threads(), everyone=everyone,
+                        iterations=1 if small else 3, threads=cores(), everyone=everyone,
                     )
                 )  # fmt: skip
                 speed = seen[-1].steps / seen[-1].seconds

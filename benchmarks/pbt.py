@@ -34,7 +34,7 @@ from pipeline.learning.train_social import with_labels
 from pipeline.learning.tune_social import SocialMember, held_out_loss, opened, share
 from pipeline.params import Params, TuneParams, load_params
 from stages import paths
-from stages.common import threads
+from stages.common import cores
 from stages.data import load_beliefs, load_dataset
 from stages.tune import worlds_of
 
@@ -57,7 +57,7 @@ def search(
     """One search; the settings and losses of the member it chooses."""
     began = time.perf_counter()
     train = SocialMember(data, folder, params.social, seed, population.generations)
-    with processes(min(threads(), population.members)) as run:
+    with processes(min(cores(), population.members)) as run:
         generations = evolve(population, seed, folder, train, run)
         done = list(track(generations, title, total=population.generations))
     best = winner(done)

@@ -207,10 +207,9 @@ def _signals_interrupt() -> Iterator[None]:
 
 
 def prepare_torch(seed: int) -> dict[str, str]:
-    """Seed PyTorch, pin its threads to this process's cores, allow only deterministic algorithms.
+    """Seed PyTorch, set its threads, allow only deterministic algorithms.
 
-    Equal bits need equal thread counts: `threads()` is fixed for a machine. Returns the precision
-    of matrix products that was set.
+    Returns the precision of matrix products that was set.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic so only
     import torch
@@ -226,21 +225,23 @@ def prepare_torch(seed: int) -> dict[str, str]:
 
 
 def threads() -> int:
-    """Threads for this process: OMP_NUM_THREADS if set, else the cores it may use.
+    """Threads of PyTorch: OMP_NUM_THREADS if set, else one.
 
-    The workers of a `dvc queue` share the cores, as do the ranks of `torchrun`, which itself sets
-    OMP_NUM_THREADS=1: two OpenMP processes that each take all of them spend their time waiting for
-    one another.
+    The tensors are too small to share out: no stage was faster with two, some took twice as long
+    (`python -m benchmarks.scaling`). What a second core is good for is a second rank. And equal
+    bits need equal thread counts: so they do not depend on the machine's cores.
     """
     given = os.environ.get("OMP_NUM_THREADS", "")
-    if given.isdigit() and int(given) > 0:
-        return int(given)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return int(given) if given.isdigit() and int(given) > 0 else 1
+
+
+def cores() -> int:
+    """The cores that this process may use; the workers of a `dvc queue` share them."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with suppress(OSError, ValueError):  # a container's share
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        cores = min(cores or 1, -(-int(quota) // int(period)))
-    beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, (cores or 1) // (_queue_workers() * beside))
+        found = min(found or 1, -(-int(quota) // int(period)))
+    return max(1, (found or 1) // _queue_workers())
 
 
 def rank() -> int:

@@ -18,7 +18,7 @@ from pipeline.serving.agent import STATE, Arrays, OnnxAgent
 from pipeline.town import Scripted, Town, render_png
 from stages import paths
 from stages.collect import make_town
-from stages.common import progress, stage, threads
+from stages.common import cores, progress, stage
 from stages.report import write_report
 
 EVALUATION_SEED = 5  # added to the seed: worlds that no other stage plays
@@ -177,7 +177,7 @@ def main() -> None:
     with stage("evaluate") as s:
         params = s.params.evaluate
         town = make_town(s.params, held_out=True)
-        agent = OnnxAgent(paths.AGENT, threads=threads())
+        agent = OnnxAgent(paths.AGENT, threads=cores())
         seed = s.params.seed + EVALUATION_SEED
         town.eval(params.worlds)
         frames: list[TensorDict] = []

@@ -22,7 +22,7 @@ from pipeline.learning.pbt import Turn, checkpoint_of, evolve, lineage, winner
 from pipeline.learning.train_social import with_labels
 from pipeline.learning.tune_social import SocialMember, held_out_loss, opened, share
 from stages import paths
-from stages.common import progress, stage, threads
+from stages.common import cores, progress, stage
 from stages.data import Recorded, load_beliefs, load_dataset
 
 
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
             share(data, labelled, worlds_of(recorded), recorded.shape)
             del labelled  # members read it from the disk
         train = SocialMember(data, folder, params, seed, population.generations)
-        workers = min(threads(), population.members)
+        workers = min(cores(), population.members)
         engine = (
             processes(workers) if given.engine == "processes" else ray_tune(workers, folder / "ray")
         )

@@ -209,16 +209,24 @@ def test_seeds_threads_and_determinism(repo, monkeypatch):
     assert first.split()[1:3] == ["3", "True"]
 
 
-def test_threads_stay_within_the_machine(monkeypatch):
+def test_a_process_has_one_thread_unless_told_otherwise(monkeypatch):
     from stages.common import threads
 
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert 1 <= threads() <= (os.cpu_count() or 1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads() == 3
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert threads() == 1
+
+
+def test_cores_are_those_of_the_process():
+    from stages.common import cores
+
+    assert 1 <= cores() <= (os.cpu_count() or 1)
     if hasattr(os, "sched_setaffinity"):
         allowed = os.sched_getaffinity(0)
         os.sched_setaffinity(0, {min(allowed)})
         try:
-            assert threads() == 1
+            assert cores() == 1
         finally:
             os.sched_setaffinity(0, allowed)
 

@@ -205,3 +205,42 @@ def test_what_ranks_cannot_do_is_one_line(copy, stage, change, told):
     assert len(lines) == 1, done.stderr
     assert re.search(told, lines[0]), lines[0]
     assert json.loads((copy.artifacts / "metrics" / f"{stage}.json").read_text()) == before
+
+
+RANKS = [sys.executable, "-m", "stages.ranks", "2"]
+
+
+def test_what_goes_wrong_under_stages_ranks_is_told_without_torchruns_page(copy):
+    done = copy.run(*RANKS, "evaluate", check=False)
+    assert done.returncode == 2
+    assert "invalid choice: 'evaluate'" in done.stderr
+
+    (copy.artifacts / "perception.pt2").unlink()
+    done = copy.run(*RANKS, "social", check=False)
+    assert done.returncode == 1
+    told = "artifacts/perception.pt2 is missing: run `dvc repro freeze_perception`"
+    lines = sorted(done.stderr.strip().splitlines())
+    assert lines == [f"social (rank {rank}): {told}" for rank in range(2)]
+
+    copy.set("social", "steps", -1)
+    done = copy.run(*RANKS, "social", check=False)
+    assert done.returncode == 1
+    (line,) = done.stderr.strip().splitlines()  # before the ranks, so not by each of them
+    assert line.startswith("social: params.yaml: social.steps")
+
+
+def test_an_interrupt_of_stages_ranks_loses_nothing(copy):
+    copy.set("social", "steps", 2000)
+    with subprocess.Popen(
+        [*RANKS, "social"], cwd=copy.path, env=copy.env, stderr=subprocess.PIPE, text=True
+    ) as run:
+        assert run.stderr
+        said = ""
+        while not re.search(r"social: [1-9]", said):  # a line of progress every ten seconds
+            said += run.stderr.readline()
+        run.send_signal(signal.SIGTERM)
+        said = run.stderr.read()
+        assert run.wait(timeout=60) == 143
+    assert re.search(r"social was interrupted: the checkpoint in checkpoints/\S+ is kept", said)
+    assert "Traceback" not in said
+    assert list((copy.path / "checkpoints").glob("social-*/checkpoint.pt"))

@@ -331,10 +331,10 @@ WORK = """
 import os, sys, time
 from pathlib import Path
 from pipeline.tracking import stage_run
-from stages.common import threads
+from stages.common import cores
 with stage_run(sys.argv[1]) as run:
     run.metrics({"x": 1.0})
-    run.tag("threads", threads())
+    run.tag("cores", cores())
     time.sleep(float(os.environ["NAP"]))
     Path(sys.argv[1]).write_text(Path("params.yaml").read_text())
 """
@@ -406,4 +406,4 @@ def test_repro_exp_run_and_a_queue_of_two_workers(tmp_path, monkeypatch):
     # the workers share the cores
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if not os.environ.get("OMP_NUM_THREADS"):
-        assert {int(r.data.tags["threads"]) for r in queued} <= {max(1, cores // 2)}
+        assert {int(r.data.tags["cores"]) for r in queued} <= {max(1, cores // 2)}

@@ -17,12 +17,14 @@ def autocast(precision: Precision, device: str | torch.device | None) -> torch.a
 
 
 def best_precision(device: str) -> Precision:
-    """bf16 where the hardware multiplies it natively, fp16 on older GPUs, else fp32."""
+    """bf16 where the hardware multiplies matrices of it, fp16 on older GPUs, else fp32.
+
+    A processor that has bf16 products only in its vectors (AVX512) gains nothing at these sizes:
+    the policy's iterations took 1.2 times as long as in fp32.
+    """
     if device.startswith("cuda"):
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-    checks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-    native = any(getattr(torch.cpu, check, lambda: False)() for check in checks)
-    return "bf16" if native else "fp32"
+    return "bf16" if getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)() else "fp32"
 
 
 def set_precision() -> dict[str, str]:

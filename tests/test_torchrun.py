@@ -237,7 +237,9 @@ def test_an_interrupt_of_stages_ranks_loses_nothing(copy):
         assert run.stderr
         said = ""
         while not re.search(r"social: [1-9]", said):  # a line of progress every ten seconds
-            said += run.stderr.readline()
+            line = run.stderr.readline()
+            assert line, said
+            said += line
         run.send_signal(signal.SIGTERM)
         said = run.stderr.read()
         assert run.wait(timeout=60) == 143

@@ -93,7 +93,7 @@ def test_a_stage_on_two_ranks_makes_what_one_process_makes(copy, stage, capsys):
     runs = runs_of(copy, stage)
     assert runs[0].data.tags["ranks"] == "2"
     assert runs[0].info.status == "FINISHED"
-    assert [run.data.tags.get("ranks") for run in runs[1:]] == [None] * (len(runs) - 1)
+    assert "ranks" not in runs[1].data.tags  # the one that was alone
 
 
 def runs_of(repo, stage: str) -> list:
@@ -226,23 +226,22 @@ def test_what_goes_wrong_under_stages_ranks_is_told_without_torchruns_page(copy)
     done = copy.run(*RANKS, "social", check=False)
     assert done.returncode == 1
     (line,) = done.stderr.strip().splitlines()  # before the ranks, so not by each of them
-    assert line.startswith("social: params.yaml: social.steps")
+    assert line.startswith("social: params.yaml: `social.steps` is -1")
 
 
 def test_an_interrupt_of_stages_ranks_loses_nothing(copy):
-    copy.set("social", "steps", 2000)
+    copy.set("social", "steps", 4000)
     with subprocess.Popen(
         [*RANKS, "social"], cwd=copy.path, env=copy.env, stderr=subprocess.PIPE, text=True
     ) as run:
-        assert run.stderr
-        said = ""
-        while not re.search(r"social: [1-9]", said):  # a line of progress every ten seconds
-            line = run.stderr.readline()
-            assert line, said
-            said += line
+        until = time.monotonic() + 120
+        while not list((copy.path / "checkpoints").glob("social-*/checkpoint.pt")):
+            assert run.poll() is None
+            assert time.monotonic() < until, "no checkpoint"
+            time.sleep(0.1)
         run.send_signal(signal.SIGTERM)
-        said = run.stderr.read()
-        assert run.wait(timeout=60) == 143
+        _, said = run.communicate(timeout=60)
+    assert run.returncode == 143
     assert re.search(r"social was interrupted: the checkpoint in checkpoints/\S+ is kept", said)
     assert "Traceback" not in said
     assert list((copy.path / "checkpoints").glob("social-*/checkpoint.pt"))

@@ -395,8 +395,9 @@ runpy.run_module("stages.{}", run_name="__main__")
     ],
 )
 def test_interrupted_training_resumes_to_the_same_bytes(copy, stage, number):
-    expected = [sha256_file(path) for path in outputs(copy, stage)]
     command = [sys.executable, "-c", EAGER.format(stage)]
+    copy.run(*command)  # dvc repro trains on two ranks, which round differently
+    expected = [sha256_file(path) for path in outputs(copy, stage)]
     with subprocess.Popen(
         command, cwd=copy.path, env=copy.env, stderr=subprocess.PIPE, text=True
     ) as process:

@@ -20,6 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("count", type=int, help="processes")
     parser.add_argument("stage", choices=TRAINED)
     asked = parser.parse_args(arguments)
+    if asked.count < 1:
+        parser.error(f"count is {asked.count}: ask for one process or more")
     with one_line_errors(asked.stage):
         load_params()  # what is wrong in params.yaml is told once, not by every rank
 

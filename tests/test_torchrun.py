@@ -217,6 +217,10 @@ def test_what_goes_wrong_under_stages_ranks_is_told_without_torchruns_page(copy)
     assert done.returncode == 2
     assert "invalid choice: 'evaluate'" in done.stderr
 
+    done = copy.run(*RANKS[:-1], "0", "social", check=False)
+    assert done.returncode == 2
+    assert "count is 0: ask for one process or more" in done.stderr
+
     (copy.artifacts / "perception.pt2").unlink()
     done = copy.run(*RANKS, "social", check=False)
     assert done.returncode == 1

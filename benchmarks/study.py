@@ -101,8 +101,11 @@ class StudiedMind(Mind):
 class RandomGoals(Policy):
     """All goals are as likely; the controller learns to pursue them."""
 
-    def prior_logits(self, f: Features) -> Tensor:
+    def learned_logits(self, f: Features) -> Tensor:
         return torch.zeros_like(f.rivals)
+
+    def urge(self, known_state: Tensor) -> Tensor:
+        return torch.zeros(())
 
     def goal_logits(self, prior: Tensor, *imagined: Tensor) -> Tensor:
         return prior
@@ -115,8 +118,8 @@ class Flat(Policy):
     nothing is held on to: the second is given the mean of the places by the first one's odds.
     """
 
-    def prior_logits(self, f: Features) -> Tensor:
-        attended = super().prior_logits(f).softmax(-1)
+    def learned_logits(self, f: Features) -> Tensor:
+        attended = super().learned_logits(f).softmax(-1)
         cells = self._cells(f)
         spread = f.log_std.unflatten(-1, (-1, 2))
         there = (-4 * cells.square().sum(-1, True)).exp()
@@ -128,6 +131,9 @@ class Flat(Policy):
         target = torch.cat([offset.clamp(-4, 4) / 4, facts[..., 2:]], -1)
         logits = soft_cap(self.controller(torch.cat([self._base(f), attended, target], -1)))
         return F.pad(logits, (0, self.shape.num_goals - logits.shape[-1]), value=-LOGIT_CAP)
+
+    def urge(self, known_state: Tensor) -> Tensor:
+        return torch.zeros(())
 
     def goal_logits(self, prior: Tensor, *imagined: Tensor) -> Tensor:
         return prior

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -64,6 +66,23 @@ def blank(slots: int, recurrent_dim: int, others: int, social_dim: int) -> Agent
     )
 
 
+def thinking(mind: Mind) -> Callable[..., tuple[Tensor, ...]]:
+    """`mind`, imagining at those ticks only at which somebody deliberates, as the ONNX file does.
+
+    The first tick must be such a one.
+    """
+    nothing: list[Tensor] = []
+
+    def consider(deliberate: Tensor, *asked: Tensor) -> Sequence[Tensor]:
+        if not deliberate.any():
+            return nothing
+        considered = mind.considered(deliberate, *asked)
+        nothing[:] = [torch.zeros_like(x) for x in considered]
+        return considered
+
+    return lambda *tensors: mind.tick(tensors, consider)
+
+
 @torch.no_grad()
 def usual_surprise(mind: Mind, town: Town, state: AgentState, ticks: int, seed: int) -> float:
     """The surprise that one tick in 200 exceeds where nothing is new.
@@ -74,9 +93,9 @@ def usual_surprise(mind: Mind, town: Town, state: AgentState, ticks: int, seed: 
     """
     rng = torch.Generator().manual_seed(seed)
     state = state._replace(rng=torch.randint(2**31 - 2, state.rng.shape, generator=rng))
-    world, found = town.reset(seed, len(state.rng) // town.num_agents), []
+    world, found, think = town.reset(seed, len(state.rng) // town.num_agents), [], thinking(mind)
     for _ in progress(min(ticks, town.lifespan), "agent: what surprises"):
-        action, *after = mind(*observation_from(town.observe(world), 2), *state)
+        action, *after = think(*observation_from(town.observe(world), 2), *state)
         state = AgentState(*after[: len(AgentState._fields)])
         found.append(state.surprise[world["alive"].flatten()])
         world = town.step_core(world, action.unflatten(0, (-1, town.num_agents)))
@@ -158,11 +177,11 @@ def main() -> None:
         theirs = {batch: agent.start(batch) for batch in PARITY_BATCHES}
         for started in theirs.values():
             started["state_rng"][:] = 0  # as ours
-        parity = {batch: Parity() for batch in PARITY_BATCHES}
+        parity, think = {batch: Parity() for batch in PARITY_BATCHES}, thinking(mind)
         for _ in progress(s.params.agent.parity_ticks, "agent: parity"):
             obs = observation_from(town.observe(world), 2)
             with torch.no_grad():
-                ours = mind(*obs, *state)
+                ours = think(*obs, *state)
             for batch in PARITY_BATCHES:
                 fields = {name: x[:batch].numpy() for name, x in zip(obs._fields, obs, strict=True)}
                 decision = agent.act(fields, theirs[batch])

@@ -146,7 +146,12 @@ def load_frozen(path: Path, pack: str | None = None) -> tuple[Frozen, dict[str, 
             f"{path} matches its card but torch {torch.__version__} cannot read it",
             how_to_make(path),
         ) from error
-    return Frozen(program.module(check_guards=False)), card
+    graph = program.module(check_guards=False)
+    # In place, as torch.export wrote it, a view could not be exported once more (in the agent).
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.detach_.default):
+        node.target = torch.ops.aten.detach.default
+    graph.recompile()
+    return Frozen(graph), card
 
 
 def prove_parity(

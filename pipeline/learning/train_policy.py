@@ -135,7 +135,7 @@ def train_policy(
     def imitate(batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         f, weight = features_of(batch), batch["active"].float()
         goal_loss, goal_metrics = imitation_loss(
-            policy.prior_logits(f), batch["expert_goal"], weight
+            policy.learned_logits(f), batch["expert_goal"], weight
         )
         # Without the mask: the policy must know what is illegal when it imagines.
         action_loss, action_metrics = imitation_loss(
@@ -160,9 +160,10 @@ def train_policy(
         fit, value_diagnostics = value_loss(
             critic(ticks["privileged"]), ticks["value"], ticks["returns"], active, params.clip
         )
-        prior = policy.prior_logits(features_of(thoughts))
+        f = features_of(thoughts)
+        learned = policy.learned_logits(f)
         logits = policy.goal_logits(
-            prior,
+            learned + policy.urge(f.known_state),
             thoughts["candidates"],
             thoughts["imagined_return"],
             thoughts["imagined_confidence"],
@@ -174,7 +175,7 @@ def train_policy(
             deciding,
             params.clip,
         )
-        told_loss, told = imitation_loss(prior, thoughts["expert_goal"], deciding)
+        told_loss, told = imitation_loss(learned, thoughts["expert_goal"], deciding)
         entropy = weighted_mean(entropy_of(logits), deciding)
         loss = surrogate + 0.5 * fit + params.teaching * told_loss - entropy_coef * entropy
         return loss, {

@@ -345,14 +345,7 @@ class Mind(nn.Module):
             action int64 [.], the fields of the new `AgentState`, the fields of `Thoughts`;
             what is imagined is zero for those who do not deliberate.
         """
-
-        def everyone(deliberate: Tensor, *asked: Tensor) -> tuple[Tensor, ...]:
-            return tuple(
-                torch.where(deliberate.view(-1, *[1] * (x.ndim - 1)), x, torch.zeros_like(x))
-                for x in self.consider(*asked)
-            )
-
-        return self.tick(tensors, everyone)
+        return self.tick(tensors, self.considered)
 
     def tick(
         self, tensors: Sequence[Tensor], consider: Callable[..., Sequence[Tensor]]
@@ -406,6 +399,13 @@ class Mind(nn.Module):
             rng=rng,
         )
         return action, *after, *thoughts
+
+    def considered(self, deliberate: Tensor, *asked: Tensor) -> tuple[Tensor, ...]:
+        """What `consider` says to `asked`, zero for those who do not `deliberate` bool [.]."""
+        return tuple(
+            torch.where(deliberate.view(-1, *[1] * (x.ndim - 1)), x, torch.zeros_like(x))
+            for x in self.consider(*asked)
+        )
 
     def consider(
         self,

@@ -23,6 +23,9 @@ HOUR_UNITS = (1 / 12, 1 / 12, 10.0)
 PLACE_FACTS = 16
 DOUBT = -3.5
 """log_std in map sizes from which on a place is not known; it is surely unknown 1 above it."""
+BROKE, FRESH, IDLING, EARNING = 0.12, 0.9, -2.0, 1.0
+"""With money under the first and energy under the second, resting and what earns money are thought
+so much likelier (nats) than imitation says."""
 
 
 class Policy(nn.Module):
@@ -46,6 +49,7 @@ class Policy(nn.Module):
     steps: Tensor
     posted: Tensor
     posted_at: Tensor
+    urges: Tensor
 
     def __init__(
         self,
@@ -69,7 +73,9 @@ class Policy(nn.Module):
         self.goal_prior = GoalScores(
             base + elsewhere, shape.num_affordances, shape.num_goals, width
         )
-        self.prospects = Prospects(menu, shape.meter_names.index("money"))
+        self.money = shape.meter_names.index("money")
+        self.energy = shape.meter_names.index("energy")
+        self.prospects = Prospects(menu, self.money)
         self.controller = mlp(base + shape.num_goals + 8, width, shape.num_actions)
         # How much an imagined advantage speaks for a goal: starts at no influence.
         self.future_weight = mlp(3, 16, 1)
@@ -78,6 +84,9 @@ class Policy(nn.Module):
         steps = [(0.0, 0.0), *(STEPS.get(name, (0.0, 0.0)) for name in shape.action_names)]
         self.register_buffer("steps", torch.tensor(steps), persistent=False)
         self.register_buffer("goal_targets", goal_targets)
+        urges = EARNING * (goal_targets[:, self.money] > 0)
+        urges[shape.goal_names.index("rest")] = IDLING
+        self.register_buffer("urges", urges, persistent=False)
         posted, posted_at = timetable.unique(dim=0, return_inverse=True)
         self.register_buffer("posted", posted * posted.new_tensor(HOUR_UNITS))
         self.register_buffer("posted_at", posted_at)
@@ -126,6 +135,21 @@ class Policy(nn.Module):
 
     def prior_logits(self, f: Features) -> Tensor:
         """float32 [., G] D1's first thought, before imagination."""
+        return self.learned_logits(f) + self.urge(f.known_state)
+
+    def urge(self, known_state: Tensor) -> Tensor:
+        """float32 [., G]: who has no money must not wait for better times.
+
+        The expert may: it knows its way, and is at work when it opens. Who imitates it rests where
+        it is in doubt, and without money that ends in want of energy, as most early ends of trained
+        agents did. Not a part of what imitation fits, which would only learn to make up for it.
+        """
+        broke = known_state[..., self.money, None] < BROKE
+        tired = known_state[..., self.energy, None] < FRESH
+        return (broke & tired) * self.urges
+
+    def learned_logits(self, f: Features) -> Tensor:
+        """float32 [., G] the goals as imitation and PPO taught them."""
         elsewhere = self._pursued(f)[..., self.shape.num_affordances :]
         base = torch.cat([self._base(f), elsewhere], -1)
         return soft_cap(self.goal_prior(base, self.place_facts(f)))

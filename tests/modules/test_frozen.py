@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from pipeline.export.frozen import freeze, load_frozen, prove_parity
+from pipeline.export.frozen import Flat, freeze, load_frozen, prove_parity
 from pipeline.files import HamletError
 from pipeline.modules.contracts import LOOK
 from pipeline.modules.perception import Perception
@@ -118,6 +118,17 @@ def test_frozen_equals_eager_at_batch_1_7_256(name, shape, tmp_path):
     assert worst.keys() == {"batch_1", "batch_7", "batch_256"}
     assert max(worst.values()) <= 1e-5
     assert {entry["shape"][0] for entry in card["schema"]["inputs"]} == {"batch"}
+
+
+def test_what_was_frozen_can_be_exported_once_more(shape, tmp_path):
+    """As the agent does, without tracing Python: `torch.export` of a loaded graph."""
+    write("perception", shape, tmp_path / "m.pt2")
+    frozen, _ = load_frozen(tmp_path / "m.pt2")
+    inputs = tuple(rows("perception", shape, 4, torch.Generator().manual_seed(0)).values())
+    with torch.no_grad():
+        again = torch.export.export(Flat(frozen), inputs, strict=False).module()
+        for ours, theirs in zip(again(*inputs), frozen(*inputs), strict=True):
+            assert torch.equal(ours, theirs)
 
 
 def test_parity_tells_another_module_apart(shape, tmp_path):

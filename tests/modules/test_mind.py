@@ -9,10 +9,11 @@ from pipeline.learning.losses import log_prob_of, masked_logits
 from pipeline.modules.agent import SHOCK, AgentState, Mind, Thoughts, surprised, tempted
 from pipeline.modules.contracts import METERS, Features, observation_from
 from pipeline.modules.perception import Perception
-from pipeline.modules.policy import Policy
+from pipeline.modules.policy import BROKE, EARNING, FRESH, IDLING, Policy
 from pipeline.modules.social import Social
 from pipeline.modules.world_model import WorldModel
 from pipeline.town.tables import menu, timetable
+from stages.agent import thinking
 
 PERIOD, WORLDS = 4, 6
 
@@ -217,6 +218,37 @@ def test_a_goal_is_dropped_for_one_that_is_clearly_preferred(mind, moment, shape
         ended = mind.policy.goal_ended(f.known_state, pursuing.goal, pursuing.goal_age)
         goal = mind(*obs, *pursuing)[3]
         assert torch.equal(goal[~ended], expected[~ended])
+
+
+def test_who_is_broke_and_tired_leans_to_work_and_away_from_rest(mind, moment, shape):
+    obs, state = moment
+    f, policy = mind.sense(obs, state)[3], mind.policy
+    known = f.known_state[:1].expand(4, -1).clone()
+    money, energy = shape.meter_names.index("money"), shape.meter_names.index("energy")
+    known[:, money] = torch.tensor([BROKE - 0.01, BROKE - 0.01, BROKE, BROKE])
+    known[:, energy] = torch.tensor([FRESH - 0.01, FRESH, FRESH - 0.01, FRESH])
+    lives = Features(*(x[:1].expand(4, *x.shape[1:]) for x in f))._replace(known_state=known)
+    urged = policy.prior_logits(lives) - policy.learned_logits(lives)
+    assert not urged[1:].any()
+    expected = torch.zeros(shape.num_goals)
+    expected[money] = EARNING  # of the fixture: the goal of that number is to restore that meter
+    expected[shape.goal_names.index("rest")] = IDLING
+    torch.testing.assert_close(urged[0], expected)
+
+
+def test_the_agent_stage_imagines_only_where_somebody_deliberates(mind, moment, monkeypatch):
+    obs, state = moment
+    asked = []
+    consider = mind.consider
+    monkeypatch.setattr(mind, "consider", lambda *x: asked.append(1) or consider(*x))
+    think = thinking(mind)
+    for clock in (0, 1, 2, 3, 4):
+        now = state._replace(clock=torch.full_like(state.clock, clock))
+        asked.clear()
+        found = think(*obs, *now)
+        assert len(asked) == (clock % PERIOD == 0)
+        for ours, theirs in zip(found, mind(*obs, *now), strict=True):
+            assert torch.equal(ours, theirs)
 
 
 def test_what_is_foreseen_is_the_first_tick_of_the_future_that_was_chosen(mind, moment):

@@ -23,7 +23,7 @@ HOUR_UNITS = (1 / 12, 1 / 12, 10.0)
 PLACE_FACTS = 16
 DOUBT = -3.5
 """log_std in map sizes from which on a place is not known; it is surely unknown 1 above it."""
-BROKE, FRESH, IDLING, EARNING = 0.12, 0.9, -2.0, 1.0
+BROKE, FRESH, IDLING, EARNING = 0.12, 0.9, -3.0, 2.0
 """With money under the first and energy under the second, resting and what earns money are thought
 so much likelier (nats) than imitation says."""
 

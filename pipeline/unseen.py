@@ -31,8 +31,8 @@ def where_to_look(unseen: Tensor, x: Tensor, y: Tensor, vision: int) -> tuple[Te
     steps = (row[:, None] - row).abs() + (column[:, None] - column).abs()
     score = found.flatten(-2) * steps.clamp_min(1).to(unseen.dtype).reciprocal()[y * width + x]
     best = score.amax(-1, keepdim=True)
-    cell = torch.arange(height * width, device=unseen.device)
-    first = torch.where(score == best, cell, height * width).amin(-1)
+    cell = torch.arange(height * width, device=unseen.device, dtype=unseen.dtype)
+    first = torch.where(score == best, cell, cell[-1]).amin(-1).long()
     row = torch.div(first, width, rounding_mode="floor")
     some = best.squeeze(-1) > 0
     return torch.where(some, first - row * width - x, 0), torch.where(some, row - y, 0)

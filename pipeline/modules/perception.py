@@ -39,8 +39,10 @@ class Perception(nn.Module):
         latent: L, dimensions of the belief beyond those that follow from the map memory.
     """
 
-    cell_x: Tensor
-    cell_y: Tensor
+    cell_lines: Tensor
+    line_powers: Tensor
+    view_x: Tensor
+    view_y: Tensor
     settled_odds: Tensor | None
 
     def __init__(self, shape: TownShape, hidden: int, latent: int) -> None:
@@ -58,9 +60,19 @@ class Perception(nn.Module):
         codes = 1 + shape.num_cell_codes + len(shape.telling_cues)
         self.location_table = nn.Embedding(codes, shape.num_affordances)
         nn.init.zeros_(self.location_table.weight)
-        cells = torch.arange(shape.num_cells)
-        self.register_buffer("cell_x", cells % shape.width, persistent=False)
-        self.register_buffer("cell_y", cells // shape.width, persistent=False)
+        # The lines of the map, columns and then rows: which two each cell is in, and for each the
+        # 1, x, y, x^2 and y^2 that it adds.
+        cells, width = torch.arange(shape.num_cells), shape.width
+        cell_lines = torch.cat([cells % width, width + cells // width])
+        self.register_buffer("cell_lines", cell_lines, persistent=False)
+        x, y = torch.arange(width).double(), torch.arange(shape.height).double()
+        zero_x, zero_y = torch.zeros_like(x), torch.zeros_like(y)
+        columns = torch.stack([torch.ones_like(x), x, zero_x, x.square(), zero_x], -1)
+        rows = torch.stack([zero_y, zero_y, y, zero_y, y.square()], -1)
+        self.register_buffer("line_powers", torch.cat([columns, rows]), persistent=False)
+        in_view = torch.arange(25)
+        self.register_buffer("view_x", in_view % 5 - VISION, persistent=False)
+        self.register_buffer("view_y", in_view // 5 - VISION, persistent=False)
         self.register_buffer("settled_odds", None, persistent=False)
 
     @property
@@ -81,13 +93,14 @@ class Perception(nn.Module):
 
     def remember(self, view: Tensor, self_state: Tensor, memory: Tensor) -> Tensor:
         """Write the view into the map memory [., cells] (see `BeliefDistribution`)."""
-        x, y = self.position(self_state)
-        column = self.cell_x - x[:, None] + 2
-        row = self.cell_y - y[:, None] + 2
-        in_view = (column >= 0) & (column < 5) & (row >= 0) & (row < 5)
-        index = row.clamp(0, 4) * 5 + column.clamp(0, 4)
-        seen = view.flatten(1).long().gather(1, index).to(memory.dtype) + 1
-        return torch.where(in_view, seen, memory)
+        x, y = (at.unsqueeze(1) for at in self.position(self_state))
+        column, row = x + self.view_x, y + self.view_y
+        width, height = self.shape.width, self.shape.height
+        on_map = (column >= 0) & (column < width) & (row >= 0) & (row < height)
+        seen = view.flatten(1).to(memory.dtype) + 1
+        own = seen[:, 12:13]  # written again in place of what is not on the map
+        cell = torch.where(on_map, row * width + column, y * width + x)
+        return memory.scatter(1, cell, torch.where(on_map, seen, own))
 
     def hear(
         self, self_state: Tensor, cues: Tensor, others_offset: Tensor, memory: Tensor
@@ -231,24 +244,26 @@ class Perception(nn.Module):
     def place_moments(self, memory: Tensor, self_state: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log_std [., 2F] of each affordance's offset from the agent, in map sizes.
 
-        The softmax over cells of `location_logits` and its moments, without a softmax: the
-        exponentials of the table are looked up and summed against 1, x, y, x^2, y^2.
+        The softmax over cells of `location_logits` and its moments, without a softmax: how many
+        cells with each code there are in every column and row gives how many there are of it and
+        the sums of their x, y, x^2 and y^2, which are weighed by the odds of the code. All but the
+        odds are whole numbers.
         """
         odds = self.odds() if self.settled_odds is None else self.settled_odds
-        weights = F.embedding(memory.long(), odds)
+        lines, batch = len(self.line_powers), memory.shape[0]
+        at = memory.long().repeat(1, 2) * lines + self.cell_lines
+        counts = memory.new_zeros(batch, len(odds) * lines)
+        counts = counts.scatter_add(1, at, torch.ones_like(at, dtype=counts.dtype))
         # In double precision: a variance is the difference of nearly equal numbers, and what is
         # lost here would come back enlarged as a difference between PyTorch and ONNX Runtime.
-        x = (self.cell_x - (self.shape.width - 1) / 2) / self.shape.width
-        y = (self.cell_y - (self.shape.height - 1) / 2) / self.shape.height
-        powers = torch.stack([torch.ones_like(x), x, y, x.square(), y.square()], -1).double()
-        sums = torch.matmul(weights.transpose(1, 2).double(), powers)
+        of_code = torch.matmul(counts.unflatten(1, (-1, lines)).double(), self.line_powers)
+        sums = torch.matmul(odds.t().double(), of_code)
         mean, square = (sums[..., 1:] / sums[..., :1]).chunk(2, -1)
         variance = (square - mean.square()).clamp_min(0)
-        column, row = self.position(self_state)
+        here = torch.stack(self.position(self_state), -1).unsqueeze(1)
         size = mean.new_tensor([self.shape.width, self.shape.height])
-        here = (torch.stack([column, row], -1) - (size - 1) / 2) / size
-        log_std = 0.5 * (variance + PLACE_STD_MIN**2).log()
-        return (mean - here.unsqueeze(1)).float().flatten(1), log_std.float().flatten(1)
+        log_std = 0.5 * (variance / size.square() + PLACE_STD_MIN**2).log()
+        return ((mean - here) / size).float().flatten(1), log_std.float().flatten(1)
 
 
 class PerceptionHeads(nn.Module):

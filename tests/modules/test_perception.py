@@ -86,18 +86,21 @@ def test_memory_is_the_true_map_where_the_agent_has_looked(town, shape):
     world = town.reset(9, 4)
     memory = torch.zeros(4 * shape.num_agents, shape.num_cells)
     rng = torch.Generator().manual_seed(2)
+    cell, looked = torch.arange(shape.num_cells), torch.zeros_like(memory, dtype=torch.bool)
     for _ in range(25):
         obs = observation_from(town.observe(world), 2)
         memory = module.remember(obs.view, obs.self_state, memory)
+        x, y = (at[:, None] for at in module.position(obs.self_state))
+        far = (cell % shape.width - x).abs().maximum((cell // shape.width - y).abs())
+        looked |= far <= town.vision
         world = town.step_core(world, torch.randint(4, (4, shape.num_agents), generator=rng))
     truth = torch.zeros_like(memory)
     cells = town.affordance_cells[world["layout"]].repeat_interleave(shape.num_agents, 0)
     truth.scatter_(
         1, cells, torch.arange(1, shape.num_affordances + 1).float().expand(len(cells), -1)
     )
-    seen = memory > 0
-    torch.testing.assert_close(memory[seen], truth[seen] + 1)
-    assert 0.2 < seen.float().mean() < 1.0
+    assert torch.equal(memory, torch.where(looked, truth + 1, 0))
+    assert 0.2 < looked.float().mean() < 1.0
 
 
 def test_a_place_out_of_view_is_heard_of_from_whoever_shows_that_he_uses_it():
@@ -165,6 +168,26 @@ def test_a_table_that_knows_gives_the_place_exactly(shape):
     nothing = torch.zeros(1, shape.num_cells)  # never seen: anywhere, so the deviation is a map's
     _, unknown = module.believe(torch.zeros(1, 16), nothing, own)
     assert (unknown[0, :places].exp() > 0.2).all()
+
+
+def test_places_are_believed_as_the_softmax_over_cells_has_them(shape):
+    torch.manual_seed(3)
+    module = Perception(shape, hidden=16, latent=4)
+    torch.nn.init.normal_(module.location_table.weight, std=0.05)
+    memory = torch.randint(module.location_table.num_embeddings, (6, shape.num_cells)).float()
+    said = torch.rand(6, shape.self_dim)
+    mean, log_std = (x.unflatten(1, (-1, 2)) for x in module.place_moments(memory, said))
+    chance = module.location_logits(memory).double().softmax(1).unsqueeze(-1)  # [6, cells, F, 1]
+    cell = torch.arange(shape.num_cells)
+    size = torch.tensor([shape.width, shape.height])
+    places = torch.stack([cell % shape.width, cell // shape.width], -1)
+    offsets = (places - torch.stack(module.position(said), -1)[:, None]) / size
+    expected = (chance * offsets.unsqueeze(2)).sum(1)
+    apart = offsets.unsqueeze(2) - expected.unsqueeze(1)
+    variance = (chance * apart.square()).sum(1)
+    torch.testing.assert_close(mean.double(), expected, atol=1e-5, rtol=1e-5)
+    spread = (variance + PLACE_STD_MIN**2).sqrt()
+    torch.testing.assert_close(log_std.double().exp(), spread, atol=1e-5, rtol=1e-4)
 
 
 def test_heads_decode_every_part_of_the_belief(shape, recorded):

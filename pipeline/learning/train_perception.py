@@ -131,7 +131,8 @@ def decode_map(module: Perception, mean: Tensor, log_std: Tensor, self_state: Te
     places = 2 * shape.num_affordances
     centre = mean[:, :places].unflatten(-1, (-1, 2)) * size + position
     std = log_std[:, :places].unflatten(-1, (-1, 2)).exp() * size
-    cells = torch.stack([module.cell_x, module.cell_y], -1).float()
+    cell = torch.arange(shape.num_cells, device=mean.device)
+    cells = torch.stack([cell % shape.width, cell // shape.width], -1).float()
     distance = ((cells[None, :, None] - centre[:, None]) / std[:, None]).square().sum(-1)
     claimed = (-0.5 * distance).softmax(1)
     return torch.cat([(1 - claimed.sum(-1, keepdim=True)).clamp_min(0), claimed], -1)

@@ -140,9 +140,9 @@ class Policy(nn.Module):
     def urge(self, known_state: Tensor) -> Tensor:
         """float32 [., G]: who has no money must not wait for better times.
 
-        The expert may: it knows its way, and is at work when it opens. Who imitates it rests where
-        it is in doubt, and without money that ends in want of energy, as most early ends of trained
-        agents did. Not a part of what imitation fits, which would only learn to make up for it.
+        Nearly all ends late in life that a trained agent had without this rule, and its teacher had
+        not, began so: without money, resting. Not a part of what imitation fits, which would only
+        learn to make up for it.
         """
         broke = known_state[..., self.money, None] < BROKE
         tired = known_state[..., self.energy, None] < FRESH

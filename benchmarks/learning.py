@@ -2,18 +2,21 @@
 
     python -m benchmarks.learning [--small]
 
-Needs the frozen modules (`dvc repro`) and, for the peers, `pip install -e ".[bench]"`. Everything
+Needs the frozen modules (`dvc repro`) and, for the peers, `pip install -e ".[bench]"`. Learning
 runs in one process on the cores it may use; ours and the peers take turns, the peers as their users
-run them and once more with our batched worlds (see `learning_peers`). An agent-step is one agent's
-tick: observed, believed, decided, played, and learned from `epochs` times (by the critic; by the
-choice of goals where the agent deliberates). The last line is JSON, also written to
-`results/learning.json`; the ratios are between rows of that run.
+run them and once more with our batched worlds (see `learning_peers`). They live in the town of
+`easy.yaml`: there work is equal. An agent-step is one agent's tick: observed, believed, decided,
+played, and learned from `epochs` times (by the critic; by the choice of goals where the agent
+deliberates). The rollout with perception runs in one process with a thread for every core, and in
+as many processes with one thread and a part of the worlds each. The last line is JSON, also written
+to `results/learning/PACK.json`; the ratios are between rows of that run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import statistics
 import sys
@@ -21,6 +24,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -44,10 +48,10 @@ from pipeline.modules.critic import Critic
 from pipeline.params import CompileParams, Params, load_params
 from pipeline.profiling import Watch, profiled
 from stages.collect import make_town
-from stages.common import cores
+from stages.common import cores, keep_memory
 from stages.policy import make_mind
 
-RESULTS = Path(__file__).parent / "results" / "learning.json"
+RESULTS = Path(__file__).parent / "results" / "learning"
 MANY = 4  # times the worlds of params.yaml, where the batch is what is measured
 EVERYONE = "_everyone"  # after the name of a peer to whom our batched worlds are lent
 
@@ -160,9 +164,14 @@ class Greedy(Learner):
         return action.unflatten(0, (-1, n)), Memory(agent, None), {}
 
 
+_others_ready: Callable[[], Any] = lambda: None  # noqa: E731 - of a process that is not alone
+
+
 def timed(function: Callable[[], Any], seconds: float) -> float:
-    """Median milliseconds of a call, after two calls of warm-up."""
+    """Median milliseconds of a call, after two calls of warm-up; at the same time as in all other
+    processes of a `rollout` that has several."""
     function(), function()
+    _others_ready()
     taken: list[float] = []
     until = time.perf_counter() + seconds
     while len(taken) < 5 or time.perf_counter() < until:
@@ -294,6 +303,42 @@ class Ticks:
         return found
 
 
+def rollout(params: Params, worlds: int, precision: Precision, seconds: float) -> dict[str, float]:
+    """A tick of perception's rollout and its parts, of this process."""
+    with torch.no_grad():
+        ticks = Ticks(Setting(params), worlds, precision, seconds)
+        parts, whole = ticks.parts(), ticks.whole(Reflexes, True)
+    return {
+        "agent_steps_per_s": 1e3 * ticks.slots / whole,
+        "over_its_parts": whole / sum(parts.values()),
+        "whole_ms": whole,
+        **{f"{name}_ms": value for name, value in parts.items()},
+    }
+
+
+def prepare(threads: int, barrier: Any) -> None:
+    """A process of a `rollout`, which measures when all have got to the same place."""
+    global _others_ready
+    warnings.simplefilter("ignore")
+    keep_memory()
+    torch.set_num_threads(threads)
+    _others_ready = barrier.wait
+
+
+def rollouts(
+    params: Params, worlds: int, precision: Precision, seconds: float, ranks: int
+) -> dict[str, float]:
+    """`rollout` of so many processes, which share worlds and cores: the sum of what they play, and
+    the mean of what it takes."""
+    context = multiprocessing.get_context("spawn")
+    given = cores() // ranks, context.Barrier(ranks, timeout=1200)
+    with ProcessPoolExecutor(ranks, context, initializer=prepare, initargs=given) as pool:
+        asked = params, worlds // ranks, precision, seconds
+        rows = [one.result() for one in [pool.submit(rollout, *asked) for _ in range(ranks)]]
+    mean = {name: statistics.fmean(row[name] for row in rows) for name in rows[0]}
+    return mean | {"agent_steps_per_s": ranks * mean["agent_steps_per_s"]}
+
+
 def recompilations(setting: Setting, iterations: int) -> dict[str, int]:
     """Graphs compiled after the first two of many iterations of a small PPO, and graph breaks."""
     small = {"worlds": 4, "rollout": 4, "minibatches": 1, "epochs": 1}
@@ -340,6 +385,7 @@ def main(arguments: list[str] | None = None) -> int:
     except HamletError as error:
         print(f"learning: {error}", file=sys.stderr)
         return 2
+    keep_memory()
     torch.set_num_threads(cores())
     policy = setting.params.policy
     if small:
@@ -347,7 +393,9 @@ def main(arguments: list[str] | None = None) -> int:
         setting.params = setting.params.model_copy(update={"policy": policy})
     fast = best_precision("cpu")
     count, seconds, rounds = (1, 0.1, 1) if small else (5, 2.0, 2)
-    result: dict[str, Any] = {"threads": cores(), "worlds": policy.worlds, "best": fast}
+    result: dict[str, Any] = {
+        "pack": setting.town.pack.name, "threads": cores(), "worlds": policy.worlds, "best": fast
+    }  # fmt: skip
 
     print("learning, end to end", flush=True)
     rows: dict[str, list[dict[str, float]]] = {}
@@ -434,31 +482,28 @@ def main(arguments: list[str] | None = None) -> int:
         }
         result["tick_ms"] = row
         print("  " + "  ".join(f"{k} {v:.2f} ms" for k, v in row.items()), flush=True)
-        by_size = {}
-        for size in [worlds] if small else [256, 1024]:
-            torch._dynamo.reset()
-            ticks = Ticks(setting, size, fast, seconds)
-            parts, whole = ticks.parts(), ticks.whole(Reflexes, True)
-            by_size[size] = {
-                "agent_steps_per_s": 1e3 * ticks.slots / whole,
-                "over_its_parts": whole / sum(parts.values()),
-                "whole_ms": whole,
-                **{f"{name}_ms": value for name, value in parts.items()},
-            }
-            print(f"  perception's rollout, {size} worlds: {by_size[size]}", flush=True)
-        result["rollout"] = by_size
-        top = max(by_size.values(), key=lambda row: row["agent_steps_per_s"])
-        result["rollout_agent_steps_per_s"] = top["agent_steps_per_s"]
-        result["rollout_over_its_parts"] = top["over_its_parts"]
         torch._dynamo.reset()
         result["reset_ms"] = Ticks(setting, worlds, "fp32", seconds).resets()
         print(f"  resets {result['reset_ms']}", flush=True)
+    by_size = {}
+    for size in [worlds] if small else [worlds, MANY * worlds]:
+        for ranks in sorted({1, cores()}):
+            name = f"{size}_worlds_{ranks}_processes"
+            by_size[name] = rollouts(setting.params, size, fast, seconds, ranks)
+            print(f"  perception's rollout, {name}: {by_size[name]}", flush=True)
+    result["rollout"] = by_size
+    top = max(by_size.values(), key=lambda row: row["agent_steps_per_s"])
+    result["rollout_agent_steps_per_s"] = top["agent_steps_per_s"]
+    result["rollout_over_its_parts"] = top["over_its_parts"]
     counted = recompilations(setting, 5 if small else 1000)
     result |= {"recompiles": counted["recompiles"], "graph_breaks": counted["graph_breaks"],
                "counted_iterations": counted["iterations"]}  # fmt: skip
     rounded = json.loads(json.dumps(result), parse_float=lambda text: float(f"{float(text):.4g}"))
     if not small:
-        RESULTS.write_text(json.dumps(rounded, indent=1) + "\n")
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{setting.town.pack.name}.json").write_text(
+            json.dumps(rounded, indent=1) + "\n"
+        )
     print(f"ratio over RecurrentPPO: {rounded['over_sb3_recurrent']}")
     print(json.dumps(rounded))
     return 0

@@ -5,20 +5,22 @@
 
 Needs the frozen modules (`dvc repro`). Everything but the precision is as the stage `policy` has
 it, so the figure is the return of the whole team in training, over the last tenth of PPO. Each
-training is kept in `results/learning_precision.json` when it ends, and one that is there for the
-same settings is not run again: the benchmark can be stopped and gone on with. The last line is
-JSON: the returns, the mean of their differences, bf16 less fp32, and its standard error.
+training has a core of its own and is kept in `results/learning_precision.json` when it ends; one
+that is there for the same settings is not run again: the benchmark can be stopped and gone on with.
+The last line is JSON: the returns, the mean of their differences, bf16 less fp32, and its standard
+error.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,8 +31,8 @@ from torch import Tensor
 from benchmarks.learning import Setting
 from pipeline.files import HamletError
 from pipeline.learning.train_policy import train_policy
-from pipeline.params import CompileParams, Params, load_params
-from stages.common import threads
+from pipeline.params import Params, load_params
+from stages.common import cores, prepare_torch
 
 RESULTS = Path(__file__).parent / "results" / "learning_precision.json"
 PHASES = ("imitation_iterations", "ppo_iterations")
@@ -40,12 +42,11 @@ PRECISIONS: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
 class Returns:
     """A trainer's log that keeps the training return."""
 
-    def __init__(self, title: str) -> None:
-        self.title = title
+    def __init__(self) -> None:
         self.returns: list[float] = []
 
     def steps(self, total: int, start: int) -> Iterator[int]:
-        yield from track(range(start, total), self.title)
+        yield from range(start, total)
 
     def record(self, step: int, metrics: dict[str, Tensor]) -> None:
         self.returns.append(float(metrics["mean_return"]))
@@ -55,9 +56,8 @@ def training(params: Params, precision: Literal["fp32", "bf16"]) -> float:
     """The return over the last tenth of a training of the policy with `params.seed`."""
     torch.manual_seed(params.seed)
     setting = Setting(params)
-    log = Returns(f"{precision}, seed {params.seed}")
-    how = CompileParams(rollout=True, update=True, precision=precision)
-    torch._dynamo.reset()
+    log = Returns()
+    how = params.compile.model_copy(update={"precision": precision})
     with tempfile.TemporaryDirectory() as folder:
         train_policy(
             setting.town, setting.shape, setting.mind, setting.blank, params.policy, how,
@@ -79,22 +79,30 @@ def main(arguments: list[str] | None = None) -> int:
     except HamletError as error:
         print(f"learning_precision: {error}", file=sys.stderr)
         return 2
-    torch.set_num_threads(threads())
     changed = {phase: value for phase in PHASES if (value := getattr(given, phase))}
     policy = params.policy.model_copy(update=changed)
     settings = json.loads(policy.model_dump_json())
     kept: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if kept.get("policy") != settings:
         kept = {"policy": settings, "returns": {p: {} for p in PRECISIONS}}
-    for seed in range(1, given.seeds + 1):
-        for precision in PRECISIONS:
-            if str(seed) in kept["returns"][precision]:
-                continue
-            began = time.perf_counter()
-            sizes = params.model_copy(update={"seed": seed, "policy": policy})
-            kept["returns"][precision][str(seed)] = round(training(sizes, precision), 2)
-            taken = time.perf_counter() - began
-            print(f"{precision} {seed}: {kept['returns'][precision][str(seed)]} in {taken:.0f} s")
+    missing = [
+        (seed, precision)
+        for seed in range(1, given.seeds + 1)
+        for precision in PRECISIONS
+        if str(seed) not in kept["returns"][precision]
+    ]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(cores(), context, initializer=prepare_torch, initargs=(0,)) as pool:
+        running = {
+            pool.submit(
+                training, params.model_copy(update={"seed": seed, "policy": policy}), precision
+            ): (seed, precision)
+            for seed, precision in missing
+        }
+        for done in track(as_completed(running), "trainings", total=len(running)):
+            seed, precision = running[done]
+            kept["returns"][precision][str(seed)] = round(done.result(), 2)
+            print(f"{precision} {seed}: {kept['returns'][precision][str(seed)]}")
             RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
     fp32, bf16 = (kept["returns"][p] for p in PRECISIONS)
     seeds = [str(seed) for seed in range(1, given.seeds + 1)]

@@ -24,15 +24,23 @@ def where_to_look(unseen: Tensor, x: Tensor, y: Tensor, vision: int) -> tuple[Te
     near_rows = ((rows[:, None] - rows).abs() <= vision).to(unseen.dtype)
     near_columns = ((columns[:, None] - columns).abs() <= vision).to(unseen.dtype)
     found = near_rows @ unseen @ near_columns
-    row, column = (
-        torch.arange(height * width, device=unseen.device) // width,
-        columns.repeat(height),
+    up, across = (
+        (places - at.unsqueeze(-1)).abs().to(unseen.dtype)
+        for places, at in ((rows, y), (columns, x))
     )
-    steps = (row[:, None] - row).abs() + (column[:, None] - column).abs()
-    score = found.flatten(-2) * steps.clamp_min(1).to(unseen.dtype).reciprocal()[y * width + x]
-    best = score.amax(-1, keepdim=True)
-    cell = torch.arange(height * width, device=unseen.device, dtype=unseen.dtype)
-    first = torch.where(score == best, cell, cell[-1]).amin(-1).long()
-    row = torch.div(first, width, rounding_mode="floor")
+    steps = up.unsqueeze(-1) + across.unsqueeze(-2)
+    score = found * steps.clamp_min(1).reciprocal()
+    best_of_row = score.amax(-1)
+    best = best_of_row.amax(-1, keepdim=True)
+    row = first(best_of_row == best)
+    line = score.gather(-2, row[..., None, None].expand(*row.shape, 1, width)).squeeze(-2)
+    column = first(line == best)
     some = best.squeeze(-1) > 0
-    return torch.where(some, first - row * width - x, 0), torch.where(some, row - y, 0)
+    return torch.where(some, column - x, 0), torch.where(some, row - y, 0)
+
+
+def first(chosen: Tensor) -> Tensor:
+    """int64 [.]: index of the first True of bool [., n], or the last index; among floats, which
+    vector units compare fastest."""
+    index = torch.arange(chosen.shape[-1], device=chosen.device, dtype=torch.float32)
+    return torch.where(chosen, index, index[-1]).amin(-1).long()

@@ -13,6 +13,7 @@ saying what is kept; any other exception is a bug and keeps its traceback.
 Under `torchrun` the training stages run on every rank; the first one alone tracks and writes.
 """
 
+import ctypes
 import os
 import shutil
 import signal
@@ -38,6 +39,7 @@ from pipeline.tracking import StageRun, is_dvc, repo_root, stage_run
 T = TypeVar("T")
 PLAIN_SECONDS = 10.0
 TRAINED = ("perception", "world_model", "social", "policy", "prove")
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 PROFILE = "HAMLET_PROFILE"  # SKIP:STEPS:FOLDER while `hamlet profile` runs a stage
 _console = Console(stderr=True)
 
@@ -216,6 +218,7 @@ def prepare_torch(seed: int) -> dict[str, str]:
 
     from pipeline.learning.precision import set_precision
 
+    keep_memory()
     torch.manual_seed(seed)
     torch.set_num_threads(threads())
     torch.use_deterministic_algorithms(True)
@@ -233,6 +236,18 @@ def threads() -> int:
     """
     given = os.environ.get("OMP_NUM_THREADS", "")
     return int(given) if given.isdigit() and int(given) > 0 else 1
+
+
+def keep_memory() -> None:
+    """Let freed memory stay with the process, where the C library is glibc.
+
+    It gives the memory of every larger tensor back to the system, tick after tick, which then
+    clears it again page by page: that was a tenth of a rollout's time, a sixth of module C's.
+    """
+    with suppress(OSError, AttributeError):
+        mallopt = ctypes.CDLL(None).mallopt
+        for option, size in ((M_MMAP_THRESHOLD, 1 << 25), (M_TRIM_THRESHOLD, 1 << 30)):
+            mallopt(option, size)
 
 
 def cores() -> int:

@@ -1,6 +1,7 @@
 """How a stage begins, shows its progress and ends; each as a real process."""
 
 import os
+import platform
 import pty
 import re
 import shutil
@@ -238,3 +239,32 @@ def test_start_is_quick_where_torch_is_not_needed():
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["False", "False"], time.monotonic() - began
+
+
+BORROWED = """
+import ctypes, sys, torch
+from stages.common import keep_memory
+class Info(ctypes.Structure):  # malloc.h
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
+        "fordblks", "keepcost")]
+told = ctypes.CDLL(None).mallinfo2
+told.restype = Info
+if sys.argv[1] == "kept":
+    keep_memory()
+before = told().hblkhd
+tensor = torch.ones(5_000_000)
+print(told().hblkhd - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library's memory")
+def test_a_large_tensor_is_not_given_back_to_the_system():
+    """Nor borrowed from it for itself alone, which is what makes it go back when it is freed."""
+    borrowed = {}
+    for name in ("kept", "as_it_is"):
+        command = [sys.executable, "-c", BORROWED, name]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        borrowed[name] = int(done.stdout)
+    assert borrowed["as_it_is"] >= 20_000_000
+    assert borrowed["kept"] == 0

@@ -9,6 +9,8 @@ the encoded view (CNN) and the agent's own state and public cues (MLP) gives the
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -39,8 +41,11 @@ class Perception(nn.Module):
         latent: L, dimensions of the belief beyond those that follow from the map memory.
     """
 
-    cell_lines: Tensor
-    line_powers: Tensor
+    powers_word: Tensor
+    powers_source: Tensor
+    powers_shift: Tensor
+    powers_mask: Tensor
+    telling_rank: Tensor
     view_x: Tensor
     view_y: Tensor
     settled_odds: Tensor | None
@@ -60,16 +65,15 @@ class Perception(nn.Module):
         codes = 1 + shape.num_cell_codes + len(shape.telling_cues)
         self.location_table = nn.Embedding(codes, shape.num_affordances)
         nn.init.zeros_(self.location_table.weight)
-        # The lines of the map, columns and then rows: which two each cell is in, and for each the
-        # 1, x, y, x^2 and y^2 that it adds.
-        cells, width = torch.arange(shape.num_cells), shape.width
-        cell_lines = torch.cat([cells % width, width + cells // width])
-        self.register_buffer("cell_lines", cell_lines, persistent=False)
-        x, y = torch.arange(width).double(), torch.arange(shape.height).double()
-        zero_x, zero_y = torch.zeros_like(x), torch.zeros_like(y)
-        columns = torch.stack([torch.ones_like(x), x, zero_x, x.square(), zero_x], -1)
-        rows = torch.stack([zero_y, zero_y, y, zero_y, y.square()], -1)
-        self.register_buffer("line_powers", torch.cat([columns, rows]), persistent=False)
+        cells = torch.arange(shape.num_cells)
+        x, y = cells % shape.width, cells // shape.width
+        powers = torch.stack([torch.ones_like(x), x, y, x.square(), y.square()])
+        for name, value in packed(powers)._asdict().items():
+            self.register_buffer(f"powers_{name}", value, persistent=False)
+        rank = torch.zeros(c)  # of each cue among those that tell
+        for place, cue in enumerate(shape.telling_cues):
+            rank[cue] = place + 1
+        self.register_buffer("telling_rank", rank, persistent=False)
         in_view = torch.arange(25)
         self.register_buffer("view_x", in_view % 5 - VISION, persistent=False)
         self.register_buffer("view_y", in_view // 5 - VISION, persistent=False)
@@ -111,11 +115,10 @@ class Perception(nn.Module):
             self_state: float32 [., K]; cues: float32 [., M, C], zero where nobody is visible;
             others_offset: float32 [., M, 2]; memory: float32 [., cells].
         """
-        seen, telling = self.shape.num_cell_codes, list(self.shape.telling_cues)
-        if not telling or not self.shape.num_others:
+        seen = self.shape.num_cell_codes
+        if not self.shape.telling_cues or not self.shape.num_others:
             return memory
-        ranks = torch.arange(1, len(telling) + 1, dtype=memory.dtype, device=memory.device)
-        rank = torch.where(cues[..., telling] > 0.5, ranks, 0.0).amax(-1)
+        rank = torch.where(cues > 0.5, self.telling_rank, 0.0).amax(-1)
         x, y = self.position(self_state)
         cell = torch.stack([x, y], -1).unsqueeze(1) + (others_offset * OFFSET_UNIT).round().long()
         last = cell.new_tensor([self.shape.width - 1, self.shape.height - 1])
@@ -245,25 +248,54 @@ class Perception(nn.Module):
         """Mean and log_std [., 2F] of each affordance's offset from the agent, in map sizes.
 
         The softmax over cells of `location_logits` and its moments, without a softmax: how many
-        cells with each code there are in every column and row gives how many there are of it and
-        the sums of their x, y, x^2 and y^2, which are weighed by the odds of the code. All but the
-        odds are whole numbers.
+        cells there are with each code, and the sums of their x, y, x^2 and y^2, are weighed by the
+        odds of the code. All but the odds are whole numbers, added up several in one (`packed`).
         """
-        odds = self.odds() if self.settled_odds is None else self.settled_odds
-        lines, batch = len(self.line_powers), memory.shape[0]
-        at = memory.long().repeat(1, 2) * lines + self.cell_lines
-        counts = memory.new_zeros(batch, len(odds) * lines)
-        counts = counts.scatter_add(1, at, torch.ones_like(at, dtype=counts.dtype))
+        odds = self.odds().double() if self.settled_odds is None else self.settled_odds
+        code = memory.long()
+        words = [
+            code.new_zeros(code.shape[0], len(odds)).scatter_add(1, code, word.expand_as(code))
+            for word in self.powers_word
+        ]
+        found = torch.stack(words, 1).index_select(1, self.powers_source)
+        of_code = torch.bitwise_right_shift(found, self.powers_shift) & self.powers_mask
         # In double precision: a variance is the difference of nearly equal numbers, and what is
         # lost here would come back enlarged as a difference between PyTorch and ONNX Runtime.
-        of_code = torch.matmul(counts.unflatten(1, (-1, lines)).double(), self.line_powers)
-        sums = torch.matmul(odds.t().double(), of_code)
+        sums = (of_code.double().flatten(0, 1) @ odds).unflatten(0, (-1, 5)).transpose(1, 2)
         mean, square = (sums[..., 1:] / sums[..., :1]).chunk(2, -1)
         variance = (square - mean.square()).clamp_min(0)
         here = torch.stack(self.position(self_state), -1).unsqueeze(1)
         size = mean.new_tensor([self.shape.width, self.shape.height])
         log_std = 0.5 * (variance / size.square() + PLACE_STD_MIN**2).log()
         return ((mean - here) / size).float().flatten(1), log_std.float().flatten(1)
+
+
+class Packed(NamedTuple):
+    """Several small sums in one addition: rows of numbers side by side in the bits of others."""
+
+    word: Tensor
+    """int64 [W, n] what to add up."""
+    source: Tensor
+    """int64 [P] in which of the W sums the sum of each row is."""
+    shift: Tensor
+    """int64 [P, 1] where in it, and"""
+    mask: Tensor
+    """int64 [P, 1] the bits that it has."""
+
+
+def packed(rows: Tensor) -> Packed:
+    """Pack `rows` int64 [P, n], not negative, for sums of any of their columns."""
+    words, source, shift, mask, used = [torch.zeros_like(rows[0])], [], [], [], 0
+    for row in rows:
+        bits = int(row.sum()).bit_length()
+        if used + bits > 63:
+            words, used = [*words, torch.zeros_like(row)], 0
+        words[-1] = words[-1] + (row << used)
+        source.append(len(words) - 1)
+        shift.append([used])
+        mask.append([2**bits - 1])
+        used += bits
+    return Packed(torch.stack(words), *(torch.tensor(each) for each in (source, shift, mask)))
 
 
 class PerceptionHeads(nn.Module):

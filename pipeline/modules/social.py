@@ -88,26 +88,28 @@ class Social(nn.Module):
         hidden = hidden * (age < UNSEEN_AFTER / AGE_UNIT)
         hidden = self.gru(encoded.flatten(0, 1), hidden.flatten(0, 1)).unflatten(0, (-1, m))
         age = torch.where(visible.unsqueeze(-1), torch.zeros_like(age), age + 1 / AGE_UNIT)
-        both = torch.cat([hidden, encoded], -1)
 
-        cells = apart * size
-        distance = cells.abs().sum(-1)
-        before = (cells + F.embedding(others_action, self.steps).unsqueeze(2)).abs().sum(-1)
+        x, y = (apart * size).unbind(-1)
+        step_x, step_y = F.embedding(others_action, self.steps).split(1, -1)
+        distance = x.abs() + y.abs()
+        before = (x + step_x).abs() + (y + step_y).abs()
         heading = HEADING_KEPT * heading + seen * (before - distance)
-        there = seen * (-4 * cells.square().sum(-1)).exp()
+        there = seen * (-4 * (x.square() + y.square())).exp()
         far = seen * distance / (self.shape.width + self.shape.height)
-        places = torch.cat(
-            [
-                seen.unsqueeze(-1) * cells.clamp(-8, 8) / 4,
-                spread.unflatten(-1, (-1, 2)),
-                torch.stack([far, there, heading], -1),
-            ],
-            -1,
-        )
-        needs = self.needs(both).unflatten(-1, (f, PLACE_WIDTH))
-        score = self.score(needs + self.offers(places)).squeeze(-1)
-        goal = torch.cat([score, self.elsewhere(both)], -1)
-        return goal, self.next_action(both), torch.cat([hidden, heading, age], -1)
+        offset_x, offset_y = (seen * along.clamp(-8, 8) / 4 for along in (x, y))
+        spread_x, spread_y = spread.unflatten(-1, (-1, 2)).unbind(-1)
+        # Compiled code is as wide as its innermost dimension: that of the places, not of the facts.
+        facts = torch.stack([offset_x, offset_y, spread_x, spread_y, far, there, heading])
+        offers = self.offers(facts.flatten(1).t()).unflatten(0, heading.shape)
+        # Read from the state, the hidden one is not worked out again by all who use it.
+        state = torch.cat([hidden, heading, age], -1)
+        both = torch.cat([state[..., : self.hidden], encoded], -1)
+        heads = self.needs, self.elsewhere, self.next_action
+        weight, bias = torch.cat([h.weight for h in heads]), torch.cat([h.bias for h in heads])
+        said = F.linear(both, weight, bias).split([h.out_features for h in heads], -1)
+        needs = said[0].unflatten(-1, (f, PLACE_WIDTH))
+        score = self.score(needs + offers).squeeze(-1)
+        return torch.cat([score, said[1]], -1), said[2], state
 
     def forward(
         self,

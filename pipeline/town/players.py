@@ -205,10 +205,11 @@ class Scripted:
         """
         town = self.town
         x, y = s["position"].unbind(0)
-        cell = torch.arange(self._cells, device=x.device)
-        dx = (cell % town.width - x[..., None]).abs()
-        dy = (cell // town.width - y[..., None]).abs()
-        now = (dx <= town.vision) & (dy <= town.vision)
+        near_x, near_y = (
+            (torch.arange(size, device=x.device) - at.unsqueeze(-1)).abs() <= town.vision
+            for size, at in ((town.width, x), (town.height, y))
+        )
+        now = (near_y.unsqueeze(-1) & near_x.unsqueeze(-2)).flatten(-2)
         if self._any_watching:
             near = (self._apart(x, y) <= town.pack.cue_distance) & watching  # [rival, N, B]
             used = s["used"].unsqueeze(-1) == torch.arange(town.num_affordances, device=x.device)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.modules.contracts import LOOK, RawObservation, TownShape, observation_from
-from pipeline.modules.perception import PLACE_STD_MIN, Perception, PerceptionHeads
+from pipeline.modules.perception import PLACE_STD_MIN, Perception, PerceptionHeads, packed
 from pipeline.town import Scripted, Town, load_pack
 
 
@@ -188,6 +188,22 @@ def test_places_are_believed_as_the_softmax_over_cells_has_them(shape):
     torch.testing.assert_close(mean.double(), expected, atol=1e-5, rtol=1e-5)
     spread = (variance + PLACE_STD_MIN**2).sqrt()
     torch.testing.assert_close(log_std.double().exp(), spread, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("width", "height", "words"), [(8, 8, 1), (16, 16, 1), (64, 64, 2)])
+def test_sums_of_any_cells_are_found_in_what_is_added_up(width, height, words):
+    cell = torch.arange(width * height)
+    x, y = cell % width, cell // width
+    rows = torch.stack([torch.ones_like(x), x, y, x.square(), y.square()])
+    together = packed(rows)
+    assert len(together.word) == words
+    rng = torch.Generator().manual_seed(1)
+    some = torch.rand(20, len(cell), generator=rng) < torch.linspace(0, 1, 20)[:, None]
+    some[0], some[1] = False, True
+    for chosen in some:
+        added = together.word[:, chosen].sum(1)
+        found = (added[together.source, None] >> together.shift) & together.mask
+        assert torch.equal(found[:, 0], rows[:, chosen].sum(1))
 
 
 def test_heads_decode_every_part_of_the_belief(shape, recorded):

@@ -25,7 +25,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,20 @@ class Window:
 
     def record(self, step: int, metrics: dict[str, Tensor]) -> None:
         """Nobody reads it here; stages do."""
+
+
+@contextmanager
+def compiling_in(folder: str) -> Iterator[None]:
+    """What was compiled is looked for, and kept, in this folder instead of the user's own."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    own = os.environ.get(name)
+    os.environ[name] = folder
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if own is not None:
+            os.environ[name] = own
 
 
 def learning(
@@ -402,9 +416,8 @@ def main(arguments: list[str] | None = None) -> int:
     others: dict[str, list[peers.Peer]] = {
         peer + lent: [] for peer in ("recurrent_ppo", "lstm_ppo") for lent in ("", EVERYONE)
     }
+    best = f"compiled_{fast}"
     with tempfile.TemporaryDirectory() as cold:
-        kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cold
         for _ in range(rounds):
             ways: list[tuple[bool, Precision, int]] = [
                 (compile, precision, policy.worlds)
@@ -415,7 +428,8 @@ def main(arguments: list[str] | None = None) -> int:
                 name = f"{'compiled' if compile else 'eager'}_{precision}"
                 name += f"_{worlds}" if worlds != policy.worlds else ""
                 torch._dynamo.reset()
-                row = learning(setting, compile, precision, count, worlds)
+                with compiling_in(cold) if name == best else nullcontext():
+                    row = learning(setting, compile, precision, count, worlds)
                 rows.setdefault(name, []).append(row)
                 print(f"  {name:24} {row['agent_steps_per_s']:9,.0f} agent-steps/s", flush=True)
             for name, seen in others.items():
@@ -431,10 +445,6 @@ def main(arguments: list[str] | None = None) -> int:
                 )  # fmt: skip
                 speed = seen[-1].steps / seen[-1].seconds
                 print(f"  {name:24} {speed:9,.0f} agent-steps/s", flush=True)
-        if kept is None:
-            del os.environ["TORCHINDUCTOR_CACHE_DIR"]
-        else:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = kept
 
         def speed_of(name: str) -> float:
             return statistics.median(row["agent_steps_per_s"] for row in rows[name])
@@ -445,7 +455,6 @@ def main(arguments: list[str] | None = None) -> int:
         def peer_speed(name: str) -> float:
             return statistics.median(p.steps / p.seconds for p in others[name])
 
-        best = f"compiled_{fast}"
         result |= {
             "agent_steps_per_s": speed_of(best),
             "agent_steps_per_s_of_many": speed_of(f"{best}_{MANY * policy.worlds}"),

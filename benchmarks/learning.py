@@ -411,6 +411,16 @@ def main(arguments: list[str] | None = None) -> int:
         "pack": setting.town.pack.name, "threads": cores(), "worlds": policy.worlds, "best": fast
     }  # fmt: skip
 
+    def keep(result: dict[str, Any]) -> dict[str, Any]:
+        """`result` in four digits, written as far as it goes: a stop loses one section."""
+        text = json.dumps(result)
+        rounded = json.loads(text, parse_float=lambda number: float(f"{float(number):.4g}"))
+        if not small:
+            RESULTS.mkdir(exist_ok=True)
+            file = RESULTS / f"{setting.town.pack.name}.json"
+            file.write_text(json.dumps(rounded, indent=1) + "\n")
+        return rounded
+
     print("learning, end to end", flush=True)
     rows: dict[str, list[dict[str, float]]] = {}
     others: dict[str, list[peers.Peer]] = {
@@ -477,8 +487,27 @@ def main(arguments: list[str] | None = None) -> int:
             "peers": {name: [p._asdict() for p in seen] for name, seen in others.items()},
         }
 
-    print("a tick of play", flush=True)
+    keep(result)
+
     worlds = policy.worlds
+    by_size = {}
+    for size in [worlds] if small else [MANY * worlds, 2 * MANY * worlds]:
+        for ranks in sorted({1, cores()}):
+            name = f"{size}_worlds_{ranks}_processes"
+            by_size[name] = rollouts(setting.params, size, fast, seconds, ranks)
+            print(f"  perception's rollout, {name}: {by_size[name]}", flush=True)
+    result["rollout"] = by_size
+    top = max(by_size.values(), key=lambda row: row["agent_steps_per_s"])
+    result["rollout_agent_steps_per_s"] = top["agent_steps_per_s"]
+    result["rollout_over_its_parts"] = top["over_its_parts"]
+    keep(result)
+
+    counted = recompilations(setting, 5 if small else 1000)
+    result |= {"recompiles": counted["recompiles"], "graph_breaks": counted["graph_breaks"],
+               "counted_iterations": counted["iterations"]}  # fmt: skip
+    keep(result)
+
+    print("a tick of play", flush=True)
     with torch.no_grad():
         torch._dynamo.reset()
         ticks = Ticks(setting, worlds, fast, seconds)
@@ -494,25 +523,7 @@ def main(arguments: list[str] | None = None) -> int:
         torch._dynamo.reset()
         result["reset_ms"] = Ticks(setting, worlds, "fp32", seconds).resets()
         print(f"  resets {result['reset_ms']}", flush=True)
-    by_size = {}
-    for size in [worlds] if small else [worlds, MANY * worlds]:
-        for ranks in sorted({1, cores()}):
-            name = f"{size}_worlds_{ranks}_processes"
-            by_size[name] = rollouts(setting.params, size, fast, seconds, ranks)
-            print(f"  perception's rollout, {name}: {by_size[name]}", flush=True)
-    result["rollout"] = by_size
-    top = max(by_size.values(), key=lambda row: row["agent_steps_per_s"])
-    result["rollout_agent_steps_per_s"] = top["agent_steps_per_s"]
-    result["rollout_over_its_parts"] = top["over_its_parts"]
-    counted = recompilations(setting, 5 if small else 1000)
-    result |= {"recompiles": counted["recompiles"], "graph_breaks": counted["graph_breaks"],
-               "counted_iterations": counted["iterations"]}  # fmt: skip
-    rounded = json.loads(json.dumps(result), parse_float=lambda text: float(f"{float(text):.4g}"))
-    if not small:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"{setting.town.pack.name}.json").write_text(
-            json.dumps(rounded, indent=1) + "\n"
-        )
+    rounded = keep(result)
     print(f"ratio over RecurrentPPO: {rounded['over_sb3_recurrent']}")
     print(json.dumps(rounded))
     return 0

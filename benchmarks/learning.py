@@ -474,10 +474,7 @@ def main(arguments: list[str] | None = None) -> int:
             "over_lstm_ppo_everyone": speed_of(best) / peer_speed(f"lstm_ppo{EVERYONE}"),
             "compiled_over_eager": speed_of(best) / speed_of(f"eager_{fast}"),
             "compiled_over_eager_fp32": speed_of("compiled_fp32") / speed_of("eager_fp32"),
-            "bf16_over_fp32_update": statistics.median(
-                r["update_ms"] for r in rows["compiled_fp32"]
-            )
-            / statistics.median(r["update_ms"] for r in rows[best]),
+            "bf16_over_fp32_update": update_ms("compiled_fp32") / update_ms(best),
             "cold_compile_s": rows[best][0]["first_iteration_s"],
             "warm_compile_s": rows[best][-1]["first_iteration_s"],
             "learning": {

@@ -121,10 +121,9 @@ class Flat(Policy):
     def learned_logits(self, f: Features) -> Tensor:
         attended = super().learned_logits(f).softmax(-1)
         cells = self._cells(f)
-        spread = f.log_std.unflatten(-1, (-1, 2))
-        there = (-4 * cells.square().sum(-1, True)).exp()
-        facts = torch.cat([cells, spread, there, self._hours(f)], -1)
-        facts = (facts * attended[..., : facts.shape[-2], None]).sum(-2)
+        there = (-4 * cells.square().sum(-2, True)).exp()
+        facts = torch.cat([cells, self._spread(f), there, self._hours(f)], -2)
+        facts = (facts * attended[..., None, : facts.shape[-1]]).sum(-1)
         look = f.mean[..., self.places : self.places + LOOK - 1]
         look = look * look.new_tensor([self.shape.width, self.shape.height])
         offset = facts[..., :2] + attended[..., self.exploring, None] * look

@@ -25,7 +25,7 @@ def where_to_look(unseen: Tensor, x: Tensor, y: Tensor, vision: int) -> tuple[Te
     near_columns = ((columns[:, None] - columns).abs() <= vision).to(unseen.dtype)
     found = near_rows @ unseen @ near_columns
     up, across = (
-        (places - at.unsqueeze(-1)).abs().to(unseen.dtype)
+        (places.to(unseen.dtype) - at.unsqueeze(-1).to(unseen.dtype)).abs()
         for places, at in ((rows, y), (columns, x))
     )
     steps = up.unsqueeze(-1) + across.unsqueeze(-2)

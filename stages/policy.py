@@ -136,7 +136,7 @@ def main() -> None:
         keep_policy(policy, critic, shape, s.params, cards, paths.POLICY)
         log.write(paths.curve("policy"))
         tail = log.rows[-1] if log.rows else {}
-        learned = {"menu_error": menu_error(policy.prospects.menu, menu(town.pack))}
+        learned = {"menu_error": menu_error(policy.prospects.menu.t(), menu(town.pack))}
         s.run.metrics(learned)
         numbers = {k: v for k, v in tail.items() if k != "step"} | learned
         write_json(paths.metrics("policy"), numbers)

@@ -48,6 +48,7 @@ class Perception(nn.Module):
     telling_rank: Tensor
     view_x: Tensor
     view_y: Tensor
+    is_x: Tensor
     settled_odds: Tensor | None
 
     def __init__(self, shape: TownShape, hidden: int, latent: int) -> None:
@@ -56,7 +57,7 @@ class Perception(nn.Module):
         m, c = shape.num_others, shape.num_cues
         self.cell_embedding = nn.Embedding(shape.num_cell_codes, 8)
         self.view_encoder = nn.Sequential(
-            nn.Conv2d(9, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Flatten()
+            nn.Conv2d(9, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU()
         )
         self.self_encoder = nn.Sequential(nn.Linear(shape.self_dim + m * (c + 3), 64), nn.ReLU())
         self.gru = nn.GRUCell(9 * 16 + 64, hidden)
@@ -77,6 +78,8 @@ class Perception(nn.Module):
         in_view = torch.arange(25)
         self.register_buffer("view_x", in_view % 5 - VISION, persistent=False)
         self.register_buffer("view_y", in_view // 5 - VISION, persistent=False)
+        is_x = torch.tensor([True, False]).repeat(shape.num_affordances)
+        self.register_buffer("is_x", is_x, persistent=False)
         self.register_buffer("settled_odds", None, persistent=False)
 
     @property
@@ -131,13 +134,15 @@ class Perception(nn.Module):
         return memory.scatter_reduce(1, index, now, "amax")
 
     def odds(self) -> Tensor:
-        """float32 [codes, F] the odds of a cell with this remembered code against the likeliest."""
+        """float64 [codes, 2F] the odds of a cell with this remembered code against the likeliest,
+        each twice: for x and for y."""
         table = self.location_table.weight * LOCATION_SCALE
-        return (table - table.amax(0)).clamp_min(-60).exp()
+        odds = (table - table.amax(0)).clamp_min(-60).exp()
+        return odds.repeat_interleave(2, 1).double()
 
     def settle(self) -> None:
         """Work out, once, what follows from the weights alone: they will not change any more."""
-        self.settled_odds = self.odds().detach().double()
+        self.settled_odds = self.odds().detach()
 
     def location_logits(self, memory: Tensor) -> Tensor:
         """[., cells, F] log-odds of each affordance being in each cell, given the map memory."""
@@ -183,7 +188,9 @@ class Perception(nn.Module):
         pixels = torch.cat([embedded, occupancy.unsqueeze(1).to(embedded.dtype)], dim=1)
         others = torch.cat([cues, others_offset, visible.unsqueeze(-1).to(cues.dtype)], dim=-1)
         own = torch.cat([self_state, others.flatten(1)], 1)
-        return torch.cat([self.view_encoder(pixels), self.self_encoder(own)], 1)
+        # Pixel by pixel: so they lie in memory, where a convolution is fastest.
+        scene = self.view_encoder(pixels).permute(0, 2, 3, 1).flatten(1)
+        return torch.cat([scene, self.self_encoder(own)], 1)
 
     def believe(self, hidden: Tensor, memory: Tensor, self_state: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log_std [., D] from the two memories."""
@@ -251,7 +258,7 @@ class Perception(nn.Module):
         cells there are with each code, and the sums of their x, y, x^2 and y^2, are weighed by the
         odds of the code. All but the odds are whole numbers, added up several in one (`packed`).
         """
-        odds = self.odds().double() if self.settled_odds is None else self.settled_odds
+        odds = self.odds() if self.settled_odds is None else self.settled_odds
         code = memory.long()
         words = [
             code.new_zeros(code.shape[0], len(odds)).scatter_add(1, code, word.expand_as(code))
@@ -261,13 +268,16 @@ class Perception(nn.Module):
         of_code = torch.bitwise_right_shift(found, self.powers_shift) & self.powers_mask
         # In double precision: a variance is the difference of nearly equal numbers, and what is
         # lost here would come back enlarged as a difference between PyTorch and ONNX Runtime.
-        sums = (of_code.double().flatten(0, 1) @ odds).unflatten(0, (-1, 5)).transpose(1, 2)
-        mean, square = (sums[..., 1:] / sums[..., :1]).chunk(2, -1)
-        variance = (square - mean.square()).clamp_min(0)
-        here = torch.stack(self.position(self_state), -1).unsqueeze(1)
-        size = mean.new_tensor([self.shape.width, self.shape.height])
-        log_std = 0.5 * (variance / size.square() + PLACE_STD_MIN**2).log()
-        return ((mean - here) / size).float().flatten(1), log_std.float().flatten(1)
+        sums = (of_code.double().flatten(0, 1) @ odds).unflatten(0, (-1, 5))
+        count, x, y, x_square, y_square = sums.unbind(1)
+        each = count.reciprocal()
+        mean = torch.where(self.is_x, x, y) * each
+        square = torch.where(self.is_x, x_square, y_square) * each
+        variance = (square - mean.square()).clamp_min(0).float()
+        here = torch.where(self.is_x, *(at.unsqueeze(-1) for at in self.position(self_state)))
+        unit = torch.where(self.is_x, 1 / self.shape.width, 1 / self.shape.height)
+        log_std = 0.5 * (variance * unit.square() + PLACE_STD_MIN**2).log()
+        return (mean - here).float() * unit, log_std
 
 
 class Packed(NamedTuple):

@@ -88,19 +88,26 @@ class Policy(nn.Module):
         urges[shape.goal_names.index("rest")] = IDLING
         self.register_buffer("urges", urges, persistent=False)
         posted, posted_at = timetable.unique(dim=0, return_inverse=True)
-        self.register_buffer("posted", posted * posted.new_tensor(HOUR_UNITS))
+        posted = (posted * posted.new_tensor(HOUR_UNITS)).transpose(1, 2).contiguous()
+        self.register_buffer("posted", posted)
         self.register_buffer("posted_at", posted_at)
 
     def _base(self, f: Features) -> Tensor:
         return torch.cat([f.mean, f.log_std, f.known_state, f.rivals], -1)
 
+    # Facts of the places lie with the places innermost: compiled code is as wide as that dimension.
+
     def _cells(self, f: Features) -> Tensor:
-        """float32 [., F, 2] believed offsets in cells."""
-        offsets = f.mean[..., : self.places].unflatten(-1, (-1, 2))
-        return offsets * offsets.new_tensor([self.shape.width, self.shape.height])
+        """float32 [., 2, F] believed offsets in cells."""
+        offsets = f.mean[..., : self.places].unflatten(-1, (-1, 2)).transpose(-1, -2)
+        return offsets * offsets.new_tensor([[self.shape.width], [self.shape.height]])
+
+    def _spread(self, f: Features) -> Tensor:
+        """float32 [., 2, F] how unsure those are."""
+        return f.log_std.unflatten(-1, (-1, 2)).transpose(-1, -2)
 
     def _hours(self, f: Features) -> Tensor:
-        """float32 [., F, 3] of the timetable now."""
+        """float32 [., 3, F] of the timetable now."""
         tick = (f.known_state[..., self.age] * self.shape.lifespan).round().long()
         return self.posted[self.posted_at[tick.clamp(0, self.shape.lifespan)]]
 
@@ -109,29 +116,32 @@ class Policy(nn.Module):
         return F.one_hot(f.pursued, self.shape.num_goals + 1)[..., :-1].to(f.mean.dtype)
 
     def place_facts(self, f: Features) -> Tensor:
-        """float32 [., F, PLACE_FACTS] of every place: its offset, its doubt, how far it is, whether
+        """float32 [PLACE_FACTS, ., F] of every place: its offset, its doubt, how far it is, whether
         the agent is there, how many others are expected to want it, to be there before, and to be
         waited for, whether it is the goal pursued until now, whether the last step led to it, the
         timetable, and what going there would be worth, or, where it is not known, looking for
         it."""
-        cells, count = self._cells(f), self.shape.num_affordances
-        distance = cells.abs().sum(-1) / (self.shape.width + self.shape.height)
-        there = (-4 * cells.square().sum(-1)).exp()
-        spread = f.log_std.unflatten(-1, (-1, 2))
-        pursued, hours = self._pursued(f)[..., :count], self._hours(f)
-        before = cells + F.embedding(f.moved, self.steps).unsqueeze(-2)
-        nearer = (before.abs().sum(-1) - cells.abs().sum(-1)).clamp(0.0, 1.0)
-        doubt = (spread.amax(-1) - DOUBT).clamp(0.0, 1.0)
+        x, y = self._cells(f).unbind(-2)
+        spread_x, spread_y = self._spread(f).unbind(-2)
+        step_x, step_y = F.embedding(f.moved, self.steps).split(1, -1)
+        steps = x.abs() + y.abs()
+        nearer = ((x + step_x).abs() + (y + step_y).abs() - steps).clamp(0.0, 1.0)
+        there = (-4 * (x.square() + y.square())).exp()
+        doubt = (spread_x.maximum(spread_y) - DOUBT).clamp(0.0, 1.0)
         look = f.mean[..., self.places : self.places + LOOK - 1]
         search = (look * look.new_tensor([self.shape.width, self.shape.height])).abs().sum(-1, True)
-        walk = cells.abs().sum(-1) * (1 - doubt) + (search + self.prospects.search) * doubt
+        walk = steps * (1 - doubt) + (search + self.prospects.search) * doubt
+        count = self.shape.num_affordances
+        pursued, hours = self._pursued(f)[..., :count], self._hours(f)
         progress = 10 * f.known_state[..., self.progress, None] * there * (1 - doubt)
         meters = f.known_state[..., :METERS]
         wait = self.prospects.wait(f.ahead) * (1 - doubt)
         rate = 10 * self.prospects(meters, walk, progress, wait, pursued, nearer, hours)
-        each = [distance, there, f.rivals[..., :count], f.ahead[..., 0], wait / 8, pursued, nearer]
-        rates = torch.stack([rate * (1 - doubt), rate * doubt], -1)
-        return torch.cat([cells / 4, spread, torch.stack(each, -1), hours, rates], -1)
+        far = steps / (self.shape.width + self.shape.height)
+        wanted, before = f.rivals[..., :count], f.ahead[..., 0]
+        facts = [x / 4, y / 4, spread_x, spread_y, far, there, wanted, before, wait / 8, pursued]
+        facts += [nearer, *hours.unbind(-2), rate * (1 - doubt), rate * doubt]
+        return torch.stack(facts)
 
     def prior_logits(self, f: Features) -> Tensor:
         """float32 [., G] D1's first thought, before imagination."""
@@ -176,16 +186,15 @@ class Policy(nn.Module):
         place = goal.clamp_max(self.shape.num_affordances - 1)[..., None, None]
 
         def of_place(facts: Tensor) -> Tensor:
-            index = place.expand(*goal.shape, 1, facts.shape[-1])
-            return torch.where(is_place, facts.gather(-2, index).squeeze(-2), 0.0)
+            index = place.expand(*goal.shape, facts.shape[-2], 1)
+            return torch.where(is_place, facts.gather(-1, index).squeeze(-1), 0.0)
 
         look = f.mean[..., self.places : self.places + LOOK - 1]
         look = look * look.new_tensor([self.shape.width, self.shape.height])
         explores = (goal == self.exploring).unsqueeze(-1)
         offset = torch.where(explores, look, of_place(self._cells(f)))
-        spread = of_place(f.log_std.unflatten(-1, (-1, 2)))
+        spread, hours = of_place(self._spread(f)), of_place(self._hours(f))
         there = is_place.squeeze(-1) * (-4 * offset.square().sum(-1)).exp()
-        hours = of_place(self._hours(f))
         target = torch.cat([offset.clamp(-4, 4) / 4, spread, there.unsqueeze(-1), hours], -1)
         return soft_cap(self.controller(torch.cat([self._base(f), chosen, target], -1)))
 
@@ -230,12 +239,14 @@ class GoalScores(nn.Module):
         """float32 [., G].
 
         Args:
-            base: float32 [., base]; places: float32 [., F, PLACE_FACTS].
+            base: float32 [., base]; places: float32 [PLACE_FACTS, ., F].
         """
         context = self.context(base)
         needs = self.needs(context).unflatten(-1, (-1, PLACE_WIDTH))
-        scores = self.score(needs + self.offers(places))
-        using, finding = (scores + self.sharpness.exp() * places[..., -2:]).unbind(-1)
+        offers = self.offers(places.flatten(1).t()).unflatten(0, places.shape[1:])
+        scores = self.score(needs + offers).unbind(-1)
+        sharpness = self.sharpness.exp()
+        using, finding = (s + sharpness * rate for s, rate in zip(scores, places[-2:], strict=True))
         other, exploring = self.elsewhere(context).split([self.elsewhere.out_features - 1, 1], -1)
         exploring = exploring + finding.logsumexp(-1, keepdim=True) - math.log(finding.shape[-1])
         return torch.cat([using, other, exploring], -1)
@@ -257,7 +268,7 @@ class Prospects(nn.Module):
     def __init__(self, menu: Tensor, money: int) -> None:
         super().__init__()
         self.money = money
-        self.register_buffer("menu", menu)
+        self.register_buffer("menu", menu.t().contiguous())
         self.register_buffer("paid_in", torch.eye(METERS)[money])
         self.worth = nn.Parameter(torch.full((METERS,), 0.3))
         self.fear = nn.Parameter(torch.ones(METERS))
@@ -277,22 +288,23 @@ class Prospects(nn.Module):
             ahead: float32 [., F, 3] of `SocialPrediction`: counted in the middle of their leads.
         """
         reached = [*ahead.unbind(-1), torch.zeros_like(ahead[..., 0])]
-        duration, waits = self.menu[:, -1], []
+        duration, waits = self.menu[-1], []
         for lead, enough, more in zip(LEADS, reached, reached[1:], strict=False):
             waits.append((enough - more) * F.relu(duration - lead - 1))
         return reduce(torch.add, waits)
 
     def gained(self, meters: Tensor, change: Tensor) -> Tensor:
-        """float32 [.]: what a `change` of `meters`, both [., 8], is worth.
+        """float32 [., F]: what a `change` of `meters`, both [., 8, F], is worth.
 
         Worked out from the change, meter by meter: the difference of two values, each some hundred
         times what is gained, would be mostly rounding.
         """
-        short = F.relu(self.comfort - meters)
-        then_short = F.relu(self.comfort - meters - change)
-        each = self.worth * change + self.fear * (short - then_short) * (short + then_short)
+        worth, fear, comfort = (x.unsqueeze(-1) for x in (self.worth, self.fear, self.comfort))
+        short = F.relu(comfort - meters)
+        then_short = F.relu(comfort - meters - change)
+        each = worth * change + fear * (short - then_short) * (short + then_short)
         # One after the other: ONNX Runtime sums a row in an order that depends on where it stands.
-        return reduce(torch.add, each.unbind(-1))
+        return reduce(torch.add, each.unbind(-2))
 
     def forward(
         self,
@@ -309,23 +321,24 @@ class Prospects(nn.Module):
         Args:
             meters: float32 [., 8]; of each place float32 [., F]: walk, steps to it; progress, ticks
             of its use that are done; wait, ticks to wait there for others; pursued, 1 where it is
-            the goal; nearer, 1 where the last step led to it; hours: float32 [., F, 3] as `Policy`
+            the goal; nearer, 1 where the last step led to it; hours: float32 [., 3, F] as `Policy`
             posts them.
         """
-        per_tick, finished, duration = self.menu.split([METERS, METERS, 1], -1)
-        until, left, price = (hours / hours.new_tensor(HOUR_UNITS)).unbind(-1)
-        remaining = (duration.squeeze(-1) - progress).clamp_min(1.0)
+        per_tick, finished, duration = self.menu.split([METERS, METERS, 1])
+        until, left, price = (hours / hours.new_tensor(HOUR_UNITS).unsqueeze(-1)).unbind(-2)
+        remaining = (duration.squeeze(0) - progress).clamp_min(1.0)
         money = meters[..., self.money, None]
         affordable = torch.where(price > 0, money / price.clamp_min(1e-3), remaining)
         stay = remaining.minimum(left).minimum(affordable)
         completes = (stay - remaining + 1).clamp(0.0, 1.0)
         begin = walk.maximum(until) + F.softplus(self.queue) * wait
-        ticks = (begin + stay).unsqueeze(-1)
-        idle = (meters.unsqueeze(-2) - 0.01 * self.drain * ticks).clamp(0.0, 1.0)
-        paid = (price * stay).unsqueeze(-1) * self.paid_in
-        gain = per_tick * stay.unsqueeze(-1) + finished * completes.unsqueeze(-1) - paid
+        ticks = begin + stay
+        drained = 0.01 * self.drain.unsqueeze(-1) * ticks.unsqueeze(-2)
+        idle = (meters.unsqueeze(-1) - drained).clamp(0.0, 1.0)
+        paid = (price * stay).unsqueeze(-2) * self.paid_in.unsqueeze(-1)
+        gain = per_tick * stay.unsqueeze(-2) + finished * completes.unsqueeze(-2) - paid
         change = gain.clamp(min=-idle, max=1 - idle)
-        rate = self.gained(idle, change) / (ticks.squeeze(-1) + F.softplus(self.overhead))
+        rate = self.gained(idle, change) / (ticks + F.softplus(self.overhead))
         return rate * (1 + self.habit * pursued + self.heading * nearer)
 
 

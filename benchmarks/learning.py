@@ -114,8 +114,6 @@ def learning(
     only_ppo = {
         "imitation_iterations": 0, "critic_iterations": 0, "ppo_iterations": count + 4,
         "max_kl": 1e9, "worlds": worlds,
-        # Of the size of the stage's: more of them for more worlds.
-        "minibatches": stage.minibatches * max(1, worlds // stage.worlds),
     }  # fmt: skip
     sizes = stage.model_copy(update=only_ppo)
     how = CompileParams(rollout=compile, update=compile, precision=precision)  # type: ignore[arg-type]
@@ -434,7 +432,8 @@ def main(arguments: list[str] | None = None) -> int:
                 for compile in (True, False)
                 for precision in dict.fromkeys(("fp32", fast))
             ]
-            for compile, precision, worlds in [*ways, (True, fast, MANY * policy.worlds)]:
+            many = [(True, precision, MANY * policy.worlds) for precision in ("fp32", fast)]
+            for compile, precision, worlds in [*ways, *dict.fromkeys(many)]:
                 name = f"{'compiled' if compile else 'eager'}_{precision}"
                 name += f"_{worlds}" if worlds != policy.worlds else ""
                 torch._dynamo.reset()
@@ -475,6 +474,8 @@ def main(arguments: list[str] | None = None) -> int:
             "compiled_over_eager": speed_of(best) / speed_of(f"eager_{fast}"),
             "compiled_over_eager_fp32": speed_of("compiled_fp32") / speed_of("eager_fp32"),
             "bf16_over_fp32_update": update_ms("compiled_fp32") / update_ms(best),
+            "bf16_over_fp32_update_of_many": update_ms(f"compiled_fp32_{MANY * policy.worlds}")
+            / update_ms(f"{best}_{MANY * policy.worlds}"),
             "cold_compile_s": rows[best][0]["first_iteration_s"],
             "warm_compile_s": rows[best][-1]["first_iteration_s"],
             "learning": {

@@ -424,16 +424,12 @@ def main(arguments: list[str] | None = None) -> int:
     others: dict[str, list[peers.Peer]] = {
         peer + lent: [] for peer in ("recurrent_ppo", "lstm_ppo") for lent in ("", EVERYONE)
     }
-    best = f"compiled_{fast}"
+    best, many = f"compiled_{fast}", MANY * policy.worlds
     with tempfile.TemporaryDirectory() as cold:
         for _ in range(rounds):
-            ways: list[tuple[bool, Precision, int]] = [
-                (compile, precision, policy.worlds)
-                for compile in (True, False)
-                for precision in dict.fromkeys(("fp32", fast))
-            ]
-            many = [(True, precision, MANY * policy.worlds) for precision in ("fp32", fast)]
-            for compile, precision, worlds in [*ways, *dict.fromkeys(many)]:
+            both: list[Precision] = list(dict.fromkeys(("fp32", fast)))
+            ways = [(compile, p, policy.worlds) for compile in (True, False) for p in both]
+            for compile, precision, worlds in [*ways, *((True, p, many) for p in both)]:
                 name = f"{'compiled' if compile else 'eager'}_{precision}"
                 name += f"_{worlds}" if worlds != policy.worlds else ""
                 torch._dynamo.reset()
@@ -466,7 +462,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         result |= {
             "agent_steps_per_s": speed_of(best),
-            "agent_steps_per_s_of_many": speed_of(f"{best}_{MANY * policy.worlds}"),
+            "agent_steps_per_s_of_many": speed_of(f"{best}_{many}"),
             "over_sb3_recurrent": speed_of(best) / peer_speed("recurrent_ppo"),
             "over_lstm_ppo": speed_of(best) / peer_speed("lstm_ppo"),
             "over_sb3_recurrent_everyone": speed_of(best) / peer_speed(f"recurrent_ppo{EVERYONE}"),
@@ -474,8 +470,8 @@ def main(arguments: list[str] | None = None) -> int:
             "compiled_over_eager": speed_of(best) / speed_of(f"eager_{fast}"),
             "compiled_over_eager_fp32": speed_of("compiled_fp32") / speed_of("eager_fp32"),
             "bf16_over_fp32_update": update_ms("compiled_fp32") / update_ms(best),
-            "bf16_over_fp32_update_of_many": update_ms(f"compiled_fp32_{MANY * policy.worlds}")
-            / update_ms(f"{best}_{MANY * policy.worlds}"),
+            "bf16_over_fp32_update_of_many": update_ms(f"compiled_fp32_{many}")
+            / update_ms(f"{best}_{many}"),
             "cold_compile_s": rows[best][0]["first_iteration_s"],
             "warm_compile_s": rows[best][-1]["first_iteration_s"],
             "learning": {

@@ -263,6 +263,7 @@ class Prospects(nn.Module):
     """
 
     menu: Tensor
+    """float32 [2 * 8 + 1, F], as `Policy` is given it but with the places innermost."""
     paid_in: Tensor
 
     def __init__(self, menu: Tensor, money: int) -> None:

@@ -28,7 +28,7 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-from benchmarks.learning import Setting
+from benchmarks.learning_ticks import Setting
 from pipeline.files import HamletError
 from pipeline.learning.train_policy import train_policy
 from pipeline.params import Params, load_params

@@ -150,7 +150,8 @@ def recompilations(setting: Setting, iterations: int) -> dict[str, int]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--small", action="store_true", help="small sizes, most of it compiling; nothing is written")
+    told = "small sizes, most of it compiling; nothing is written"
+    parser.add_argument("--small", action="store_true", help=told)
     small = parser.parse_args(arguments).small
     warnings.simplefilter("ignore")
     try:

@@ -25,14 +25,14 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-from pipeline.export.frozen_policy import load_policy
-from pipeline.files import HamletError, atomic_path, write_json
-from pipeline.learning.population import Characters, Seat, Selves, play
-from pipeline.modules.agent import Mind
-from pipeline.modules.contracts import TownShape
-from pipeline.params import Params, load_params
-from pipeline.town import Scripted
-from pipeline.town.personalities import HELD_OUT
+from hamlet.export.frozen_policy import load_policy
+from hamlet.files import HamletError, atomic_path, write_json
+from hamlet.learning.population import Characters, Seat, Selves, play
+from hamlet.modules.agent import Mind
+from hamlet.modules.contracts import TownShape
+from hamlet.params import Params, load_params
+from hamlet.town import Scripted
+from hamlet.town.personalities import HELD_OUT
 from stages import paths
 from stages.collect import make_town
 from stages.policy import make_mind

@@ -24,10 +24,10 @@ import torch
 from rich.progress import Progress
 from torch import Tensor
 
-from pipeline.files import atomic_path, write_json
-from pipeline.town import PackError, Scripted, Town, load_pack
-from pipeline.town.config import Pack
-from pipeline.town.tune import HELD_OUT_LAYOUTS, play
+from hamlet.files import atomic_path, write_json
+from hamlet.town import PackError, Scripted, Town, load_pack
+from hamlet.town.config import Pack
+from hamlet.town.tune import HELD_OUT_LAYOUTS, play
 
 RESULTS = Path(__file__).parent / "results" / "discriminate.json"
 REQUIRED = {

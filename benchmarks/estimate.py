@@ -32,8 +32,8 @@ from torch import multiprocessing
 
 from benchmarks.scaling import RESULTS as MEASURED
 from benchmarks.scaling import STEPS, WARM_UP, Clock, free_port, trainings
-from pipeline.files import HamletError
-from pipeline.learning.distributed import joined
+from hamlet.files import HamletError
+from hamlet.learning.distributed import joined
 
 RESULTS = Path(__file__).parent / "results" / "estimate.json"
 RANKS = (8, 64, 1024)

@@ -26,12 +26,12 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-from pipeline.export.frozen import load_frozen
-from pipeline.files import HamletError
-from pipeline.learning.train_perception import train_perception
-from pipeline.learning.train_world_model import experience, train_world_model
-from pipeline.modules.agent import IMAGINED_DISCOUNT
-from pipeline.params import load_params
+from hamlet.export.frozen import load_frozen
+from hamlet.files import HamletError
+from hamlet.learning.train_perception import train_perception
+from hamlet.learning.train_world_model import experience, train_world_model
+from hamlet.modules.agent import IMAGINED_DISCOUNT
+from hamlet.params import load_params
 from stages import paths
 from stages.common import threads
 from stages.data import load_beliefs, load_dataset

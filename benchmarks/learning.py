@@ -31,12 +31,12 @@ from torch import Tensor
 
 from benchmarks import learning_peers as peers
 from benchmarks.learning_ticks import Greedy, Setting, Ticks, rollouts
-from pipeline.files import HamletError
-from pipeline.learning.learner import Learner
-from pipeline.learning.precision import Precision, best_precision
-from pipeline.learning.train_policy import train_policy
-from pipeline.params import CompileParams, load_params
-from pipeline.profiling import Watch, profiled
+from hamlet.files import HamletError
+from hamlet.learning.learner import Learner
+from hamlet.learning.precision import Precision, best_precision
+from hamlet.learning.train_policy import train_policy
+from hamlet.params import CompileParams, load_params
+from hamlet.profiling import Watch, profiled
 from stages.common import cores, keep_memory
 
 RESULTS = Path(__file__).parent / "results" / "learning"

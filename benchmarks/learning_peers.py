@@ -33,10 +33,10 @@ from gymnasium.vector.utils import batch_space
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from pipeline.files import HamletError
-from pipeline.town import Town
-from pipeline.town.adapters.flat import flat_observation, flat_size
-from pipeline.town.adapters.gymnasium_env import TownEnv, TownVectorEnv
+from hamlet.files import HamletError
+from hamlet.town import Town
+from hamlet.town.adapters.flat import flat_observation, flat_size
+from hamlet.town.adapters.gymnasium_env import TownEnv, TownVectorEnv
 
 GAMMA, LAM, CLIP, ENTROPY, VALUE, MAX_NORM, LEARNING_RATE = 0.995, 0.95, 0.2, 0.01, 0.5, 0.5, 1e-3
 REWARD_SCALE = 3 * (1 - GAMMA)  # as in our own training: values are of the order of one

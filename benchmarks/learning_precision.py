@@ -29,9 +29,9 @@ from rich.progress import track
 from torch import Tensor
 
 from benchmarks.learning_ticks import Setting
-from pipeline.files import HamletError
-from pipeline.learning.train_policy import train_policy
-from pipeline.params import Params, load_params
+from hamlet.files import HamletError
+from hamlet.learning.train_policy import train_policy
+from hamlet.params import Params, load_params
 from stages.common import cores, prepare_torch
 
 RESULTS = Path(__file__).parent / "results" / "learning_precision.json"

@@ -19,15 +19,15 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pipeline.learning.buffer import RolloutBuffer
-from pipeline.learning.compiling import compiled
-from pipeline.learning.learner import ACTION_STREAM, GOAL_STREAM, Learner, Memory, gumbel, slots_of
-from pipeline.learning.precision import Precision
-from pipeline.learning.rollout import Record, fused_step
-from pipeline.modules.agent import AgentState
-from pipeline.modules.contracts import Features, TownShape, observation_from
-from pipeline.modules.critic import Critic
-from pipeline.params import Params
+from hamlet.learning.buffer import RolloutBuffer
+from hamlet.learning.compiling import compiled
+from hamlet.learning.learner import ACTION_STREAM, GOAL_STREAM, Learner, Memory, gumbel, slots_of
+from hamlet.learning.precision import Precision
+from hamlet.learning.rollout import Record, fused_step
+from hamlet.modules.agent import AgentState
+from hamlet.modules.contracts import Features, TownShape, observation_from
+from hamlet.modules.critic import Critic
+from hamlet.params import Params
 from stages.collect import make_town
 from stages.common import cores, keep_memory
 from stages.policy import make_mind

@@ -16,11 +16,11 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.learning.buffer import RolloutBuffer
-from pipeline.learning.checkpoint import Checkpoint
-from pipeline.learning.learner import ACTION_STREAM, Teacher, gumbel
-from pipeline.learning.log import Log
-from pipeline.learning.losses import (
+from hamlet.learning.buffer import RolloutBuffer
+from hamlet.learning.checkpoint import Checkpoint
+from hamlet.learning.learner import ACTION_STREAM, Teacher, gumbel
+from hamlet.learning.log import Log
+from hamlet.learning.losses import (
     entropy_of,
     imitation_loss,
     log_prob_of,
@@ -30,14 +30,14 @@ from pipeline.learning.losses import (
     value_loss,
     weighted_mean,
 )
-from pipeline.learning.returns import gae
-from pipeline.learning.rollout import Record, collect, fused_step
-from pipeline.learning.train_policy import LED, WARM_UP
-from pipeline.learning.update import Update
-from pipeline.modules.contracts import RawObservation, TownShape, observation_from
-from pipeline.modules.policy import mlp
-from pipeline.params import PolicyParams
-from pipeline.town import Town
+from hamlet.learning.returns import gae
+from hamlet.learning.rollout import Record, collect, fused_step
+from hamlet.learning.train_policy import LED, WARM_UP
+from hamlet.learning.update import Update
+from hamlet.modules.contracts import RawObservation, TownShape, observation_from
+from hamlet.modules.policy import mlp
+from hamlet.params import PolicyParams
+from hamlet.town import Town
 from stages.evaluate import life_of
 
 OTHERS_WIDTH = 64

@@ -26,13 +26,13 @@ import torch
 from rich.progress import track
 
 from benchmarks.study_report import interval
-from pipeline.export.frozen import load_frozen
-from pipeline.files import HamletError, sha256_json
-from pipeline.learning.engines import processes
-from pipeline.learning.pbt import evolve, winner
-from pipeline.learning.train_social import with_labels
-from pipeline.learning.tune_social import SocialMember, held_out_loss, opened, share
-from pipeline.params import Params, TuneParams, load_params
+from hamlet.export.frozen import load_frozen
+from hamlet.files import HamletError, sha256_json
+from hamlet.learning.engines import processes
+from hamlet.learning.pbt import evolve, winner
+from hamlet.learning.train_social import with_labels
+from hamlet.learning.tune_social import SocialMember, held_out_loss, opened, share
+from hamlet.params import Params, TuneParams, load_params
 from stages import paths
 from stages.common import cores
 from stages.data import load_beliefs, load_dataset

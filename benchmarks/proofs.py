@@ -25,9 +25,9 @@ from pathlib import Path
 
 import torch
 
-from pipeline.files import HamletError, read_json, write_json
-from pipeline.learning.rollout import fused_step
-from pipeline.learning.train_prover import (
+from hamlet.files import HamletError, read_json, write_json
+from hamlet.learning.rollout import fused_step
+from hamlet.learning.train_prover import (
     Proven,
     Searcher,
     Student,
@@ -39,10 +39,10 @@ from pipeline.learning.train_prover import (
     to_triples,
     train_prover,
 )
-from pipeline.proofs import ProofWorld, build_world, open_graph
-from pipeline.proofs.data import Graph, Rule, Triple, build_graph, parse_atom
-from pipeline.proofs.knowledge import find
-from pipeline.proofs.ranking import Questions, evaluate_scores, pose, sampled_negatives
+from hamlet.proofs import ProofWorld, build_world, open_graph
+from hamlet.proofs.data import Graph, Rule, Triple, build_graph, parse_atom
+from hamlet.proofs.knowledge import find
+from hamlet.proofs.ranking import Questions, evaluate_scores, pose, sampled_negatives
 
 RESULTS = Path(__file__).parent / "results" / "proofs.json"
 REFERENCE_TRANSITIONS = 835.0

@@ -27,19 +27,19 @@ from typing import Any
 import torch
 from torch import Tensor, multiprocessing
 
-from pipeline.export.frozen import load_frozen
-from pipeline.files import HamletError
-from pipeline.learning.beliefs import believe
-from pipeline.learning.distributed import joined
-from pipeline.learning.train_perception import train_perception
-from pipeline.learning.train_policy import train_policy
-from pipeline.learning.train_prover import TrainConfig, build_prover, train_prover
-from pipeline.learning.train_social import train_social, with_labels
-from pipeline.learning.train_world_model import experience, train_world_model
-from pipeline.modules.agent import IMAGINED_DISCOUNT
-from pipeline.modules.contracts import TownShape
-from pipeline.params import CompileParams, Params, load_params
-from pipeline.proofs import build_world, open_graph
+from hamlet.export.frozen import load_frozen
+from hamlet.files import HamletError
+from hamlet.learning.beliefs import believe
+from hamlet.learning.distributed import joined
+from hamlet.learning.train_perception import train_perception
+from hamlet.learning.train_policy import train_policy
+from hamlet.learning.train_prover import TrainConfig, build_prover, train_prover
+from hamlet.learning.train_social import train_social, with_labels
+from hamlet.learning.train_world_model import experience, train_world_model
+from hamlet.modules.agent import IMAGINED_DISCOUNT
+from hamlet.modules.contracts import TownShape
+from hamlet.params import CompileParams, Params, load_params
+from hamlet.proofs import build_world, open_graph
 from stages import paths
 from stages.collect import make_town
 from stages.data import load_dataset

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.study_report import interval
-from pipeline.files import HamletError, atomic_path, read_json, write_json
-from pipeline.params import load_params
+from hamlet.files import HamletError, atomic_path, read_json, write_json
+from hamlet.params import load_params
 
 RESULTS = Path(__file__).parent / "results" / "seeds"
 STAGES = ("perception", "world_model", "social", "evaluate")

@@ -36,10 +36,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.serving_load import Talk, load
-from pipeline.files import HamletError, write_card
-from pipeline.serving.agent import NEXT, STATE, OnnxAgent
-from pipeline.serving.client import Agent
-from pipeline.serving.model import DATATYPES
+from hamlet.files import HamletError, write_card
+from hamlet.serving.agent import NEXT, STATE, OnnxAgent
+from hamlet.serving.client import Agent
+from hamlet.serving.model import DATATYPES
 
 RESULTS = Path(__file__).parent / "results" / "serving.json"
 CONNECTIONS = (1, 16, 64, 256)
@@ -116,7 +116,7 @@ def free_port() -> int:
 @contextmanager
 def hamlet(agent: Path, *options: str) -> Iterator[tuple[int, subprocess.Popen[str]]]:
     """`hamlet serve`: its port and its process."""
-    command = [sys.executable, "-c", "from pipeline.cli import app; app()", "serve", str(agent)]
+    command = [sys.executable, "-c", "from hamlet.cli import app; app()", "serve", str(agent)]
     with subprocess.Popen(
         [*command, "--port", "0", *options], stderr=subprocess.PIPE, text=True
     ) as process:

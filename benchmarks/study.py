@@ -31,13 +31,13 @@ from torch.nn import functional as F
 
 from benchmarks.monolith import MonolithLives, train_monolith
 from benchmarks.study_report import SEATED, VARIANTS, plot, report, table
-from pipeline.files import HamletError, atomic_path, read_json, sha256_json, write_json
-from pipeline.learning.learner import ACTION_STREAM, GOAL_STREAM, forget, gumbel
-from pipeline.learning.population import Characters, Selves, play
-from pipeline.learning.rollout import Record, evaluate, fused_step
-from pipeline.learning.train_policy import train_policy
-from pipeline.modules.agent import AgentState, Mind
-from pipeline.modules.contracts import (
+from hamlet.files import HamletError, atomic_path, read_json, sha256_json, write_json
+from hamlet.learning.learner import ACTION_STREAM, GOAL_STREAM, forget, gumbel
+from hamlet.learning.population import Characters, Selves, play
+from hamlet.learning.rollout import Record, evaluate, fused_step
+from hamlet.learning.train_policy import train_policy
+from hamlet.modules.agent import AgentState, Mind
+from hamlet.modules.contracts import (
     LOOK,
     BeliefDistribution,
     Features,
@@ -47,11 +47,11 @@ from pipeline.modules.contracts import (
     TownShape,
     observation_from,
 )
-from pipeline.modules.policy import LOGIT_CAP, Policy, soft_cap
-from pipeline.params import Params, PolicyParams, load_params
-from pipeline.town import Scripted, Town
-from pipeline.town.adapters.flat import flat_observation
-from pipeline.town.personalities import HELD_OUT
+from hamlet.modules.policy import LOGIT_CAP, Policy, soft_cap
+from hamlet.params import Params, PolicyParams, load_params
+from hamlet.town import Scripted, Town
+from hamlet.town.adapters.flat import flat_observation
+from hamlet.town.personalities import HELD_OUT
 from stages.collect import make_town
 from stages.common import threads
 from stages.evaluate import EVALUATION_SEED, life_of

@@ -29,9 +29,9 @@ import psutil
 import torch
 from tensordict import TensorDict
 
-from pipeline.learning.compiling import compiled
-from pipeline.town import PackError, Town, load_pack
-from pipeline.town.counter import tick_hash
+from hamlet.learning.compiling import compiled
+from hamlet.town import PackError, Town, load_pack
+from hamlet.town.counter import tick_hash
 
 RESULTS = Path(__file__).parent / "results" / "town.json"
 STREAM_ACTIONS = 9000

@@ -13,9 +13,9 @@ from typing import Any
 import numba as nb
 import numpy as np
 
-from pipeline.town import Town
-from pipeline.town.config import BASE_ACTIONS
-from pipeline.town.town import STREAM_LAYOUT, STREAM_START
+from hamlet.town import Town
+from hamlet.town.config import BASE_ACTIONS
+from hamlet.town.town import STREAM_LAYOUT, STREAM_START
 
 f32, u32, u64 = np.float32, np.uint32, np.uint64
 STREAM_ACTIONS = 9000

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pipeline.learning.compiling import compiled as fast
-from pipeline.town import PackError, Town, load_pack
-from pipeline.town.hamlet import reference_mask, reference_observation
+from hamlet.learning.compiling import compiled as fast
+from hamlet.town import PackError, Town, load_pack
+from hamlet.town.hamlet import reference_mask, reference_observation
 
 NEEDED = (
     "obs", "meters", "positions", "actions", "masks", "rewards", "dones", "hour",

@@ -28,13 +28,13 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from benchmarks.pbt import shared
-from pipeline.files import HamletError, write_json
-from pipeline.learning.sequences import Lanes
-from pipeline.learning.train_social import social_loss
-from pipeline.learning.tune_social import opened
-from pipeline.learning.update import fused_adam
-from pipeline.modules.social import Social
-from pipeline.params import load_params
+from hamlet.files import HamletError, write_json
+from hamlet.learning.sequences import Lanes
+from hamlet.learning.train_social import social_loss
+from hamlet.learning.tune_social import opened
+from hamlet.learning.update import fused_adam
+from hamlet.modules.social import Social
+from hamlet.params import load_params
 
 RESULTS = Path(__file__).parent / "results" / "vectorised.json"
 TURNS = 12

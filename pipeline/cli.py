@@ -23,7 +23,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.files import HamletError, atomic_path, how_to_make
+from hamlet.files import HamletError, atomic_path, how_to_make
 
 AGENT = Path("artifacts/agent.onnx")
 PROVER = Path("artifacts/prover")
@@ -83,8 +83,8 @@ def play(
     _needs_training_packages("play")
     from rich.progress import track
 
-    from pipeline.serving.agent import OnnxAgent
-    from pipeline.town import Town, render_ascii, render_png
+    from hamlet.serving.agent import OnnxAgent
+    from hamlet.town import Town, render_ascii, render_png
 
     player = OnnxAgent(agent)
     town = Town(_pack_of(player.card, agent), num_layouts=1, layout_seed=world + UNSEEN_MAPS)
@@ -164,8 +164,8 @@ def _scene(picture: str, goals: list[str]) -> str:
 
 def _pack_of(card: dict[str, Any], agent: Path) -> Any:
     """The pack the agent was trained in: that of params.yaml, else the one its card names."""
-    from pipeline.params import load_params
-    from pipeline.town import load_pack
+    from hamlet.params import load_params
+    from hamlet.town import load_pack
 
     here = Path("params.yaml")
     pack = load_pack(load_params(here).town.pack if here.exists() else card["town"]["pack"])
@@ -202,7 +202,7 @@ def act(
     ] = False,
 ) -> None:
     """One JSON observation in; the action and the thoughts behind it out, as JSON."""
-    from pipeline.serving.agent import OnnxAgent
+    from hamlet.serving.agent import OnnxAgent
 
     player = OnnxAgent(agent)
     if example:
@@ -313,8 +313,8 @@ def serve(
                 f"`hamlet serve` needs {package}",
                 'run `pip install -c constraints.txt ".[serve,cpu]"`',
             )
-    from pipeline.serving.server import serve as serve_until_stopped
-    from pipeline.serving.source import open_source
+    from hamlet.serving.server import serve as serve_until_stopped
+    from hamlet.serving.source import open_source
 
     serve_until_stopped(open_source(source), host, port, state_file, max_sessions, session_ttl)
 
@@ -332,7 +332,7 @@ def prove(
 ) -> None:
     """Answer a question about the knowledge graph, with proofs and scores."""
     _needs_training_packages("prove")
-    from pipeline.proofs import ask, load_prover
+    from hamlet.proofs import ask, load_prover
 
     answers = ask(question, *load_prover(prover), limit=limit)
     for answer in answers:
@@ -420,7 +420,7 @@ def tune(
 @told_in_one_line
 def doctor() -> None:
     """What is installed, what really runs, what is stale, and the command that mends it."""
-    from pipeline.doctor import report
+    from hamlet.doctor import report
 
     console = Console()
     with console.status("looking"):

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.files import HamletError, check_card, read_json
+from hamlet.files import HamletError, check_card, read_json
 
 AGENT = Path("artifacts/agent.onnx")
 EXTRAS = {
@@ -109,7 +109,7 @@ def _packages() -> Iterator[Check]:
 
 
 def _runtime() -> Iterator[Check]:
-    from pipeline.ort import check_runtime, has_gpu, open_unchecked
+    from hamlet.ort import check_runtime, has_gpu, open_unchecked
 
     build, build_version = check_runtime()
     import numpy as np
@@ -174,7 +174,7 @@ def _time_matmul(torch: Any, dtype: Any) -> float:
 def _params() -> Iterator[Check]:
     if find_spec("yaml") is None:
         return
-    from pipeline.params import load_params
+    from hamlet.params import load_params
 
     load_params()
     yield Check("params.yaml", "ok", "valid")
@@ -246,7 +246,7 @@ def _registry() -> Iterator[Check]:
     yield Check("agent", "ok", f"{AGENT} matches its card, sha256 {sha256[:12]}")
     if any(find_spec(package) is None for package in ("mlflow", "psutil", "filelock")):
         return
-    from pipeline import tracking
+    from hamlet import tracking
 
     uri = tracking.tracking_uri()
     database = Path(uri.removeprefix("sqlite:///"))

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pipeline.export.frozen import load_frozen, tensor_schema
-from pipeline.export.frozen_policy import load_policy
-from pipeline.export.onnx import OPSET, export_mind
-from pipeline.export.triton import write_repository
-from pipeline.files import HamletError, write_card, write_json
-from pipeline.modules.agent import AgentState, Mind, Thoughts
-from pipeline.modules.contracts import (
+from hamlet.export.frozen import load_frozen, tensor_schema
+from hamlet.export.frozen_policy import load_policy
+from hamlet.export.onnx import OPSET, export_mind
+from hamlet.export.triton import write_repository
+from hamlet.files import HamletError, write_card, write_json
+from hamlet.modules.agent import AgentState, Mind, Thoughts
+from hamlet.modules.contracts import (
     METERS,
     SOCIAL_REASONS,
     UNCERTAINTY_REASONS,
@@ -21,8 +21,8 @@ from pipeline.modules.contracts import (
     TownShape,
     observation_from,
 )
-from pipeline.serving.agent import NEXT, STATE, OnnxAgent
-from pipeline.town import Town
+from hamlet.serving.agent import NEXT, STATE, OnnxAgent
+from hamlet.town import Town
 from stages import paths
 from stages.collect import make_town
 from stages.common import progress, stage

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from pipeline.files import HamletError, atomic_dir, require_space, write_card, write_json
-from pipeline.modules.contracts import OBSERVATION_DTYPES, TownShape, others_of
-from pipeline.params import Params
-from pipeline.town import Scripted, Town, load_pack
-from pipeline.town.personalities import HELD_OUT, TRAIN
+from hamlet.files import HamletError, atomic_dir, require_space, write_card, write_json
+from hamlet.modules.contracts import OBSERVATION_DTYPES, TownShape, others_of
+from hamlet.params import Params
+from hamlet.town import Scripted, Town, load_pack
+from hamlet.town.personalities import HELD_OUT, TRAIN
 from stages import paths
 from stages.common import progress, stage
 

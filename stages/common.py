@@ -32,9 +32,9 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from pipeline.files import HamletError, how_to_make, sha256_json, sha256_path
-from pipeline.params import Params, load_params
-from pipeline.tracking import StageRun, is_dvc, repo_root, stage_run
+from hamlet.files import HamletError, how_to_make, sha256_json, sha256_path
+from hamlet.params import Params, load_params
+from hamlet.tracking import StageRun, is_dvc, repo_root, stage_run
 
 T = TypeVar("T")
 PLAIN_SECONDS = 10.0
@@ -61,7 +61,7 @@ class Stage:
 
     @property
     def run(self) -> StageRun:
-        """The MLflow run of the first rank; see `pipeline.tracking.StageRun`."""
+        """The MLflow run of the first rank; see `hamlet.tracking.StageRun`."""
         assert self._run is not None, "only the first rank tracks"
         return self._run
 
@@ -73,7 +73,7 @@ class Stage:
         and `extra`: other work never resumes from it. Removed when the stage succeeds. If another
         process is doing the very same work, this one gets a folder of its own.
         """
-        from pipeline.learning.distributed import from_first
+        from hamlet.learning.distributed import from_first
 
         if PROFILE in os.environ:
             return Path(self._stack.enter_context(TemporaryDirectory()))
@@ -112,7 +112,7 @@ def stage(name: str) -> Iterator[Stage]:
             raise HamletError(f"{name} trains nothing on {ranks()} ranks", f"run `{command}`")
         params = load_params()
         facts = prepare_torch(params.seed) | ({"ranks": str(ranks())} if ranks() > 1 else {})
-        from pipeline.learning.distributed import joined
+        from hamlet.learning.distributed import joined
 
         with ExitStack() as stack:
             run = None if rank() else stack.enter_context(stage_run(name, params))
@@ -216,7 +216,7 @@ def prepare_torch(seed: int) -> dict[str, str]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic so only
     import torch
 
-    from pipeline.learning.precision import set_precision
+    from hamlet.learning.precision import set_precision
 
     keep_memory()
     torch.manual_seed(seed)

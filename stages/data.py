@@ -8,11 +8,11 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pipeline.files import HamletError, check_card, how_to_make
-from pipeline.learning.beliefs import believe
-from pipeline.modules.contracts import TownShape, validate_observation
-from pipeline.params import Params
-from pipeline.town import load_pack
+from hamlet.files import HamletError, check_card, how_to_make
+from hamlet.learning.beliefs import believe
+from hamlet.modules.contracts import TownShape, validate_observation
+from hamlet.params import Params
+from hamlet.town import load_pack
 from stages import paths
 
 

@@ -11,11 +11,11 @@ from PIL import Image
 from tensordict import TensorDict
 from torch import Tensor
 
-from pipeline.files import atomic_path, read_json, write_json
-from pipeline.learning.rollout import Record, evaluate, fused_step
-from pipeline.modules.contracts import UNCERTAINTY_REASONS
-from pipeline.serving.agent import STATE, Arrays, OnnxAgent
-from pipeline.town import Scripted, Town, render_png
+from hamlet.files import atomic_path, read_json, write_json
+from hamlet.learning.rollout import Record, evaluate, fused_step
+from hamlet.modules.contracts import UNCERTAINTY_REASONS
+from hamlet.serving.agent import STATE, Arrays, OnnxAgent
+from hamlet.town import Scripted, Town, render_png
 from stages import paths
 from stages.collect import make_town
 from stages.common import cores, progress, stage

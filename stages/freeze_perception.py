@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipeline.export.frozen import freeze, load_frozen, prove_parity
-from pipeline.files import HamletError, check_card, write_json
-from pipeline.modules.contracts import BeliefDistribution, TownShape
-from pipeline.modules.perception import Perception
-from pipeline.town import load_pack
+from hamlet.export.frozen import freeze, load_frozen, prove_parity
+from hamlet.files import HamletError, check_card, write_json
+from hamlet.modules.contracts import BeliefDistribution, TownShape
+from hamlet.modules.perception import Perception
+from hamlet.town import load_pack
 from stages import paths
 from stages.common import stage
 

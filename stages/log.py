@@ -9,13 +9,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from pipeline.files import HamletError, atomic_path
-from pipeline.profiling import Watch, profiled
+from hamlet.files import HamletError, atomic_path
+from hamlet.profiling import Watch, profiled
 from stages.common import PROFILE, Stage, progress
 
 
 class StageLog:
-    """Implements `pipeline.learning.log.Log`.
+    """Implements `hamlet.learning.log.Log`.
 
     Args:
         stage: the running stage.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.files import atomic_path, write_card, write_json
-from pipeline.learning.train_perception import evaluate_perception, train_perception
+from hamlet.files import atomic_path, write_card, write_json
+from hamlet.learning.train_perception import evaluate_perception, train_perception
 from stages import paths
 from stages.common import stage
 from stages.data import load_dataset

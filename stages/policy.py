@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
-from pipeline.export.frozen import freeze, load_frozen
-from pipeline.files import atomic_path, write_card, write_json
-from pipeline.learning.learner import first_state
-from pipeline.learning.train_policy import goal_targets, train_policy
-from pipeline.modules.agent import AgentState, Mind
-from pipeline.modules.contracts import LEADS, Features, TownShape
-from pipeline.modules.critic import Critic
-from pipeline.modules.menu import imagined_menu, menu_error
-from pipeline.modules.policy import Policy, PolicyAct, PolicyEnded, PolicyPrior, PolicyWeigh
-from pipeline.params import Params
-from pipeline.town import Town
-from pipeline.town.tables import menu, timetable
+from hamlet.export.frozen import freeze, load_frozen
+from hamlet.files import atomic_path, write_card, write_json
+from hamlet.learning.learner import first_state
+from hamlet.learning.train_policy import goal_targets, train_policy
+from hamlet.modules.agent import AgentState, Mind
+from hamlet.modules.contracts import LEADS, Features, TownShape
+from hamlet.modules.critic import Critic
+from hamlet.modules.menu import imagined_menu, menu_error
+from hamlet.modules.policy import Policy, PolicyAct, PolicyEnded, PolicyPrior, PolicyWeigh
+from hamlet.params import Params
+from hamlet.town import Town
+from hamlet.town.tables import menu, timetable
 from stages import paths
 from stages.collect import make_town
 from stages.common import stage

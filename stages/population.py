@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.export.frozen_policy import load_policy
-from pipeline.files import atomic_dir, check_card, write_json
-from pipeline.learning.population import (
+from hamlet.export.frozen_policy import load_policy
+from hamlet.files import atomic_dir, check_card, write_json
+from hamlet.learning.population import (
     Characters,
     Selves,
     Standing,
@@ -32,13 +32,13 @@ from pipeline.learning.population import (
     play,
     standing,
 )
-from pipeline.learning.train_policy import train_policy
-from pipeline.modules.agent import Mind
-from pipeline.modules.contracts import TownShape
-from pipeline.modules.critic import Critic
-from pipeline.town import Scripted, Town
-from pipeline.town.evolution import founders, next_generation
-from pipeline.town.personalities import HELD_OUT, AgentDNA
+from hamlet.learning.train_policy import train_policy
+from hamlet.modules.agent import Mind
+from hamlet.modules.contracts import TownShape
+from hamlet.modules.critic import Critic
+from hamlet.town import Scripted, Town
+from hamlet.town.evolution import founders, next_generation
+from hamlet.town.personalities import HELD_OUT, AgentDNA
 from stages import paths
 from stages.collect import make_town
 from stages.common import Stage, progress, stage

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pipeline.export.onnx import export_onnx
-from pipeline.files import atomic_path, write_card, write_json
-from pipeline.learning.train_prover import TrainConfig, build_prover, train_prover
-from pipeline.proofs import build_world, open_graph, save_prover
-from pipeline.proofs.saved import example_inputs
+from hamlet.export.onnx import export_onnx
+from hamlet.files import atomic_path, write_card, write_json
+from hamlet.learning.train_prover import TrainConfig, build_prover, train_prover
+from hamlet.proofs import build_world, open_graph, save_prover
+from hamlet.proofs.saved import example_inputs
 from stages import paths
 from stages.common import stage
 from stages.log import StageLog

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from PIL import Image
 
-from pipeline.files import atomic_path, write_json
-from pipeline.learning.train_prover import rank
-from pipeline.proofs import load_prover
-from pipeline.proofs.knowledge import find
-from pipeline.proofs.picture import draw_proof
-from pipeline.proofs.ranking import evaluate_scores, pose, sampled_negatives
-from pipeline.proofs.trace import prove
+from hamlet.files import atomic_path, write_json
+from hamlet.learning.train_prover import rank
+from hamlet.proofs import load_prover
+from hamlet.proofs.knowledge import find
+from hamlet.proofs.picture import draw_proof
+from hamlet.proofs.ranking import evaluate_scores, pose, sampled_negatives
+from hamlet.proofs.trace import prove
 from stages import paths
 from stages.common import stage
 

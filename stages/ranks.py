@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Sequence
 
-from pipeline.params import load_params
+from hamlet.params import load_params
 from stages.common import TRAINED, one_line_errors
 
 

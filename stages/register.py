@@ -17,11 +17,11 @@ from urllib.parse import unquote, urlparse
 from rich.console import Console
 from rich.table import Table
 
-from pipeline import tracking
-from pipeline.files import HamletError, check_card, how_to_make, read_json, write_json
-from pipeline.ort import check_runtime
-from pipeline.params import Params, load_params
-from pipeline.tracking import CHAMPION, MODEL, PROVER_MODEL, StageRun, stage_run
+from hamlet import tracking
+from hamlet.files import HamletError, check_card, how_to_make, read_json, write_json
+from hamlet.ort import check_runtime
+from hamlet.params import Params, load_params
+from hamlet.tracking import CHAMPION, MODEL, PROVER_MODEL, StageRun, stage_run
 from stages.common import one_line_errors
 from stages.paths import AGENT, EPISODE, PROVER_ONNX, REPORT, metrics
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.export.frozen import freeze, load_frozen
-from pipeline.files import write_json
-from pipeline.learning.train_social import evaluate_social, train_social, with_labels
-from pipeline.modules.contracts import SocialPrediction
+from hamlet.export.frozen import freeze, load_frozen
+from hamlet.files import write_json
+from hamlet.learning.train_social import evaluate_social, train_social, with_labels
+from hamlet.modules.contracts import SocialPrediction
 from stages import paths
 from stages.common import stage
 from stages.data import load_beliefs, load_dataset

@@ -15,12 +15,12 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from pipeline.export.frozen import load_frozen
-from pipeline.files import atomic_path, write_json
-from pipeline.learning.engines import processes, ray_tune
-from pipeline.learning.pbt import Turn, checkpoint_of, evolve, lineage, winner
-from pipeline.learning.train_social import with_labels
-from pipeline.learning.tune_social import SocialMember, held_out_loss, opened, share
+from hamlet.export.frozen import load_frozen
+from hamlet.files import atomic_path, write_json
+from hamlet.learning.engines import processes, ray_tune
+from hamlet.learning.pbt import Turn, checkpoint_of, evolve, lineage, winner
+from hamlet.learning.train_social import with_labels
+from hamlet.learning.tune_social import SocialMember, held_out_loss, opened, share
 from stages import paths
 from stages.common import cores, progress, stage
 from stages.data import Recorded, load_beliefs, load_dataset

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.export.frozen import freeze, load_frozen
-from pipeline.files import write_json
-from pipeline.learning.train_world_model import (
+from hamlet.export.frozen import freeze, load_frozen
+from hamlet.files import write_json
+from hamlet.learning.train_world_model import (
     calibrate,
     evaluate_world_model,
     experience,
     train_world_model,
 )
-from pipeline.modules.agent import IMAGINED_DISCOUNT
+from hamlet.modules.agent import IMAGINED_DISCOUNT
 from stages import paths
 from stages.common import stage
 from stages.data import load_beliefs, load_dataset

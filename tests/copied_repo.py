@@ -46,7 +46,7 @@ class Repo:
         return self.run(sys.executable, "-m", f"stages.{name}", check=False)
 
     def hamlet(self, *arguments: str, **options) -> subprocess.CompletedProcess:
-        code = "from pipeline.cli import app; app(prog_name='hamlet')"
+        code = "from hamlet.cli import app; app(prog_name='hamlet')"
         return self.run(sys.executable, "-c", code, *arguments, check=False, **options)
 
     def replace(self, file: str, old: str, new: str) -> None:
@@ -79,9 +79,9 @@ def working_tree(target: Path) -> None:
         check=True,
     )
     for name in filter(None, listed.stdout.split("\0")):
-        if (ROOT / name).is_file():
+        if (ROOT / name).is_file() or (ROOT / name).is_symlink():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, target / name)
+            shutil.copy2(ROOT / name, target / name, follow_symlinks=False)
     shutil.copy(target / "tiny.yaml", target / "params.yaml")
     who = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
     for command in (["init", "-q"], ["add", "-A"], [*who, "commit", "-qm", "copy"]):

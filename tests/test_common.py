@@ -46,7 +46,7 @@ with one_line_errors("perception"):
 """
 
 # These tests are not about MLflow: a stage also runs where it is not installed.
-NO_MLFLOW = "import sys, pipeline.tracking as t; t.RETRY_SECONDS = 0; sys.modules['mlflow'] = None"
+NO_MLFLOW = "import sys, hamlet.tracking as t; t.RETRY_SECONDS = 0; sys.modules['mlflow'] = None"
 
 
 def environment() -> dict[str, str]:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.crossplay import main, measure, resident, table
-from pipeline.files import HamletError
-from pipeline.learning.population import Characters
-from pipeline.params import load_params
-from pipeline.town import Scripted
+from hamlet.files import HamletError
+from hamlet.learning.population import Characters
+from hamlet.params import load_params
+from hamlet.town import Scripted
 from stages.collect import make_town
 
 

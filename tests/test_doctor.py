@@ -14,9 +14,9 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from pipeline import doctor, tracking
-from pipeline.doctor import Check, report
-from pipeline.files import write_card, write_json
+from hamlet import doctor, tracking
+from hamlet.doctor import Check, report
+from hamlet.files import write_card, write_json
 
 ROOT = Path(__file__).parents[1]
 
@@ -174,7 +174,7 @@ def test_it_reports_without_the_training_extra(repo):
         "def find(name, package=None):\n"
         "    return None if name in names else spec(name, package)\n"
         "u.find_spec = find\n"
-        "from pipeline.doctor import report\n"
+        "from hamlet.doctor import report\n"
         "print(json.dumps(report()))\n"
     )
     done = subprocess.run(

@@ -12,10 +12,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CLASSES = {
-    "pipeline.modules.perception": {"perception", "freeze_perception"},
-    "pipeline.modules.world_model": {"world_model"},
-    "pipeline.modules.social": {"social"},
-    "pipeline.modules.policy": {"policy", "population"},
+    "hamlet.modules.perception": {"perception", "freeze_perception"},
+    "hamlet.modules.world_model": {"world_model"},
+    "hamlet.modules.social": {"social"},
+    "hamlet.modules.policy": {"policy", "population"},
 }
 STAGES = (
     "collect", "perception", "freeze_perception", "world_model", "social", "policy",
@@ -61,7 +61,7 @@ def imports(module: str) -> frozenset[str]:
                 visit(child)
 
     visit(ast.parse(path.read_text(encoding="utf-8")))
-    own = {name for name in found if name.split(".")[0] in ("pipeline", "stages")}
+    own = {name for name in found if name.split(".")[0] in ("hamlet", "stages")}
     modules = {name for name in own if file_of(name)}
     for name in list(modules):  # importing a.b.c runs a and a.b
         parts = name.split(".")
@@ -78,7 +78,7 @@ def reached(module: str) -> dict[str, str]:
         for name in imports(current):
             if name not in seen:
                 seen[name] = current
-                if name.split(".")[0] in ("pipeline", "stages"):
+                if name.split(".")[0] in ("hamlet", "stages"):
                     waiting.append(name)
     return seen
 
@@ -96,9 +96,9 @@ def modules_of(package: str) -> list[str]:
 
 def test_the_walk_sees_what_is_there():
     seen = reached("stages.perception")
-    assert "pipeline.modules.perception" in seen
+    assert "hamlet.modules.perception" in seen
     assert "torch" in {name.split(".")[0] for name in seen}
-    assert "pipeline.ort" in reached("pipeline.cli")  # imported inside a function, two steps away
+    assert "hamlet.ort" in reached("hamlet.cli")  # imported inside a function, two steps away
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -131,8 +131,8 @@ def test_a_stage_depends_on_all_the_code_that_shapes_its_result(stage):
     deps = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"][stage]["deps"]
     shaping = {"learning", "modules", "export", "proofs"}
     neutral = {"__init__.py", "log.py", "checkpoint.py", "distributed.py"}
-    files = [file_of(name) for name in reached(f"stages.{stage}") if name.startswith("pipeline.")]
-    paths = [file.relative_to(ROOT) for file in files if file]
+    files = [file_of(name) for name in reached(f"stages.{stage}") if name.startswith("hamlet.")]
+    paths = [file.resolve().relative_to(ROOT) for file in files if file]
     missing = [
         path.as_posix()
         for path in paths
@@ -146,12 +146,12 @@ def test_a_stage_depends_on_all_the_code_that_shapes_its_result(stage):
 @pytest.mark.parametrize(
     ("package", "forbidden"),
     [
-        ("pipeline", "stages"),
-        ("pipeline/town", "pipeline.learning"),
-        ("pipeline/proofs", "pipeline.learning"),
-        ("pipeline/serving", "torch"),
-        ("pipeline/serving", "tensordict"),
-        ("pipeline/serving", "pipeline.modules"),
+        ("hamlet", "stages"),
+        ("hamlet/town", "hamlet.learning"),
+        ("hamlet/proofs", "hamlet.learning"),
+        ("hamlet/serving", "torch"),
+        ("hamlet/serving", "tensordict"),
+        ("hamlet/serving", "hamlet.modules"),
     ],
 )
 def test_a_package_never_reaches(package, forbidden):
@@ -188,11 +188,11 @@ def without(absent: set[str], code: str) -> subprocess.CompletedProcess:
 
 
 def test_serving_and_the_command_load_where_torch_is_absent():
-    names = [*modules_of("pipeline/serving"), "pipeline.cli", "pipeline.doctor", "pipeline.ort"]
+    names = [*modules_of("hamlet/serving"), "hamlet.cli", "hamlet.doctor", "hamlet.ort"]
     train_only = {"torch", "tensordict", "mlflow", "dvc", "onnx", "onnxscript", "PIL", "yaml"}
     done = without(train_only, "\n".join(f"import {name}" for name in names))
     assert done.returncode == 0, done.stderr
-    assert without({"torch"}, "import pipeline.town").returncode == 1  # torch is really absent
+    assert without({"torch"}, "import hamlet.town").returncode == 1  # torch is really absent
 
 
 def test_register_loads_where_torch_is_absent():
@@ -201,8 +201,8 @@ def test_register_loads_where_torch_is_absent():
 
 
 def test_ray_and_torchao_are_imported_where_they_are_used_and_not_before():
-    files = [*modules_of("pipeline"), *modules_of("stages")]
-    owners = {"ray": "pipeline.learning.engines", "torchao": "pipeline.learning.float8"}
+    files = [*modules_of("hamlet"), *modules_of("stages")]
+    owners = {"ray": "hamlet.learning.engines", "torchao": "hamlet.learning.float8"}
     for package, owner in owners.items():
         users = {name for name in files if any(x.split(".")[0] == package for x in imports(name))}
         assert users == {owner}

@@ -12,8 +12,8 @@ pytest.importorskip("gymnasium", reason="the adapters extra is not installed")
 
 from benchmarks.learning_peers import REWARD_SCALE, Clock, Everyone, LstmPolicy, LstmPPO, measure
 from benchmarks.recurrent_dqn import RecurrentDQN
-from pipeline.files import HamletError
-from pipeline.town import Town, load_pack
+from hamlet.files import HamletError
+from hamlet.town import Town, load_pack
 
 SMALL = {"worlds": 4, "rollout": 8, "epochs": 1, "minibatches": 2, "hidden": 16}
 

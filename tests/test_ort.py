@@ -10,8 +10,8 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from pipeline.files import HamletError, write_card
-from pipeline.ort import check_runtime, installed_runtimes, open_session, open_unchecked
+from hamlet.files import HamletError, write_card
+from hamlet.ort import check_runtime, installed_runtimes, open_session, open_unchecked
 
 ROOT = Path(__file__).parents[1]
 SCHEMA = {
@@ -71,7 +71,7 @@ def test_cuda_is_used_only_where_it_runs(tmp_path):
     path = tmp_path / "m.onnx"
     path.write_bytes(doubling().SerializeToString())
     code = (
-        "import sys; from pipeline.ort import open_unchecked\n"
+        "import sys; from hamlet.ort import open_unchecked\n"
         "s = open_unchecked(sys.argv[1])\nprint(s.get_providers()[0])"
     )
     done = subprocess.run(
@@ -99,7 +99,7 @@ def in_environment(folder, *names):
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.19.0\n")
     code = (
-        "from pipeline.files import HamletError\nfrom pipeline.ort import check_runtime\n"
+        "from hamlet.files import HamletError\nfrom hamlet.ort import check_runtime\n"
         "try:\n    print(check_runtime())\nexcept HamletError as e:\n    print(e)"
     )
     path = os.pathsep.join([str(folder), str(ROOT)])
@@ -140,7 +140,7 @@ def test_other_packages_with_similar_names_do_no_harm(tmp_path):
 
 
 def test_it_needs_neither_torch_nor_numpy_to_import():
-    code = "import sys, pipeline.ort; print({'torch', 'numpy', 'onnxruntime'} & set(sys.modules))"
+    code = "import sys, hamlet.ort; print({'torch', 'numpy', 'onnxruntime'} & set(sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )

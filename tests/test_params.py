@@ -8,8 +8,8 @@ import pytest
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from pipeline.files import HamletError
-from pipeline.params import Params, Section, load_model, load_params
+from hamlet.files import HamletError
+from hamlet.params import Params, Section, load_model, load_params
 
 ROOT = Path(__file__).parents[1]
 

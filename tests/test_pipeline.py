@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.files import sha256_file
+from hamlet.files import sha256_file
 from stages.report import society
 
 pytestmark = pytest.mark.slow
@@ -156,8 +156,8 @@ def test_the_champion_in_mlflow_is_the_file(tiny, monkeypatch):
     import mlflow
     import onnxruntime
 
-    from pipeline.serving.agent import OnnxAgent
-    from pipeline.town import Town, load_pack
+    from hamlet.serving.agent import OnnxAgent
+    from hamlet.town import Town, load_pack
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tiny.path / 'mlflow.db'}")
     mlflow.set_tracking_uri(f"sqlite:///{tiny.path / 'mlflow.db'}")
@@ -378,7 +378,7 @@ EAGER = """
 import runpy
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from pipeline.learning.checkpoint import Checkpoint
+from hamlet.learning.checkpoint import Checkpoint
 Checkpoint.__init__.__defaults__ = (0.0,)
 runpy.run_module("stages.{}", run_name="__main__")
 """

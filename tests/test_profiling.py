@@ -8,8 +8,8 @@ import json
 import pytest
 import torch
 
-from pipeline import profiling
-from pipeline.profiling import Watch, profiled, region
+from hamlet import profiling
+from hamlet.profiling import Watch, profiled, region
 
 
 class Clock:

@@ -63,7 +63,7 @@ def reader(tiny, tmp_path_factory) -> Repo:
     bin_ = folder / "bin"
     bin_.mkdir()
     command = bin_ / "hamlet"
-    command.write_text(f"#!{sys.executable}\nfrom pipeline.cli import app\napp()\n")
+    command.write_text(f"#!{sys.executable}\nfrom hamlet.cli import app\napp()\n")
     command.chmod(command.stat().st_mode | stat.S_IEXEC)
     repo.env["PATH"] = f"{bin_}{os.pathsep}{repo.env['PATH']}"
     return repo

@@ -17,9 +17,9 @@ import yaml
 from mlflow.tracking import MlflowClient
 from onnx import TensorProto, helper, numpy_helper
 
-from pipeline import tracking
-from pipeline.files import write_card, write_json
-from pipeline.tracking import tracking_uri
+from hamlet import tracking
+from hamlet.files import write_card, write_json
+from hamlet.tracking import tracking_uri
 from stages import register
 
 ROOT = Path(__file__).parents[1]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import seeds
-from pipeline.files import HamletError
+from hamlet.files import HamletError
 
 
 def run(seed: int, **other: float) -> dict:

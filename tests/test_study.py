@@ -24,19 +24,19 @@ from benchmarks.study import (
     trained_rival,
 )
 from benchmarks.study_report import VARIANTS, report, table
-from pipeline.files import HamletError
-from pipeline.learning.buffer import RolloutBuffer
-from pipeline.learning.checkpoint import Checkpoint
-from pipeline.learning.learner import Learner, Memory
-from pipeline.learning.losses import log_prob_of, masked_logits
-from pipeline.learning.rollout import collect, fused_step
-from pipeline.learning.train_policy import goal_targets, train_policy
-from pipeline.modules.contracts import Features, TownShape, observation_from
-from pipeline.modules.critic import Critic
-from pipeline.modules.policy import LOGIT_CAP, Policy
-from pipeline.params import load_params
-from pipeline.town import Scripted, Town, load_pack
-from pipeline.town.tables import menu, timetable
+from hamlet.files import HamletError
+from hamlet.learning.buffer import RolloutBuffer
+from hamlet.learning.checkpoint import Checkpoint
+from hamlet.learning.learner import Learner, Memory
+from hamlet.learning.losses import log_prob_of, masked_logits
+from hamlet.learning.rollout import collect, fused_step
+from hamlet.learning.train_policy import goal_targets, train_policy
+from hamlet.modules.contracts import Features, TownShape, observation_from
+from hamlet.modules.critic import Critic
+from hamlet.modules.policy import LOGIT_CAP, Policy
+from hamlet.params import load_params
+from hamlet.town import Scripted, Town, load_pack
+from hamlet.town.tables import menu, timetable
 from tests.learning.interrupted import Stopped, StoppedLog
 from tests.learning.minds import new_mind
 
@@ -161,7 +161,7 @@ def test_an_interrupted_training_alone_ends_the_same(tmp_path, monkeypatch):
     torch.set_num_threads(1)
     whole = train("whole.pt")
     always = partial(Checkpoint, interval=0.0)
-    monkeypatch.setattr("pipeline.learning.train_policy.Checkpoint", always)
+    monkeypatch.setattr("hamlet.learning.train_policy.Checkpoint", always)
     for stop in (2, 5):  # while it imitates, and in PPO
         with pytest.raises(Stopped):
             train("cut.pt", stop)

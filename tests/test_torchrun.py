@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from pipeline.files import sha256_file
+from hamlet.files import sha256_file
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ UPDATES = {  # at least 20 of every stage; the policy and the prover take more
 # As `torchrun ... -m stages.X`, but every step is saved, so that there is something to resume from.
 EAGER = """
 import runpy, sys
-from pipeline.learning.checkpoint import Checkpoint
+from hamlet.learning.checkpoint import Checkpoint
 Checkpoint.__init__.__defaults__ = (0.0,)
 runpy.run_module(f"stages.{sys.argv[1]}", run_name="__main__")
 """

@@ -17,9 +17,9 @@ pytest.importorskip("mlflow")
 from mlflow.entities import ViewType
 from mlflow.tracking import MlflowClient
 
-from pipeline import tracking
-from pipeline.params import Params, load_params
-from pipeline.tracking import execution_key, flatten, repo_root, stage_run, tracking_uri
+from hamlet import tracking
+from hamlet.params import Params, load_params
+from hamlet.tracking import execution_key, flatten, repo_root, stage_run, tracking_uri
 
 ROOT = Path(__file__).parents[1]
 
@@ -167,7 +167,7 @@ def test_failure_and_interrupt_reach_child_and_parent(here, client, monkeypatch,
 
 STAGE = """
 import sys, time
-from pipeline.tracking import stage_run
+from hamlet.tracking import stage_run
 with stage_run(sys.argv[1] if len(sys.argv) > 1 else "work") as run:
     print(run.run_id, flush=True)
     for i in range(20):
@@ -285,7 +285,7 @@ def test_the_database_is_at_the_root_of_the_real_repository(repo, monkeypatch):
     assert tracking_uri() == "http://localhost:1"
 
 
-KEY = "from pipeline.tracking import execution_key; print(execution_key())"
+KEY = "from hamlet.tracking import execution_key; print(execution_key())"
 
 
 def test_children_of_one_dvc_process_share_a_key(tmp_path, monkeypatch):
@@ -319,7 +319,7 @@ def test_without_dvc_a_process_is_its_own_execution(monkeypatch):
 
 def test_flatten_and_import_cost():
     assert flatten({"a": {"b": {"c": 1}}, "d": 2}) == {"a.b.c": 1, "d": 2}
-    code = "import sys, pipeline.tracking; print('mlflow' in sys.modules, 'torch' in sys.modules)"
+    code = "import sys, hamlet.tracking; print('mlflow' in sys.modules, 'torch' in sys.modules)"
     start = time.monotonic()
     out, _ = python(code, ROOT).communicate()
     assert out.split() == ["False", "False"], time.monotonic() - start
@@ -330,7 +330,7 @@ def test_flatten_and_import_cost():
 WORK = """
 import os, sys, time
 from pathlib import Path
-from pipeline.tracking import stage_run
+from hamlet.tracking import stage_run
 from stages.common import cores
 with stage_run(sys.argv[1]) as run:
     run.metrics({"x": 1.0})

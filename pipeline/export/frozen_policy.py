@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeline.export.frozen import load_frozen
-from pipeline.modules.contracts import Features
+from hamlet.export.frozen import load_frozen
+from hamlet.modules.contracts import Features
 
 PARTS = ("prior", "ended", "weigh", "act")
 

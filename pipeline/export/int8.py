@@ -1,6 +1,6 @@
 """An int8 copy of the agent, kept only if it acts as the agent does.
 
-    python -m pipeline.export.int8 [artifacts/agent.onnx]
+    python -m hamlet.export.int8 [artifacts/agent.onnx]
 
 writes `agent.int8.onnx` with its card beside the agent; `hamlet serve` takes it like any other. The
 weights of the products are int8, everything else stays as it is. Whether it is faster depends on
@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import onnx
 
-from pipeline.files import HamletError, atomic_path, write_card
-from pipeline.serving.agent import STATE, Arrays, OnnxAgent
+from hamlet.files import HamletError, atomic_path, write_card
+from hamlet.serving.agent import STATE, Arrays, OnnxAgent
 
 GATE = 0.995  # share of actions that must be equal
 WORLDS, TICKS = 32, 200
@@ -108,7 +108,7 @@ def live(agent: OnnxAgent, worlds: int, ticks: int) -> list[Arrays]:
     """What the agent sees while it plays all inhabitants of some worlds of its town."""
     import torch
 
-    from pipeline.town import Town, load_pack
+    from hamlet.town import Town, load_pack
 
     town = Town(load_pack(agent.card["town"]["pack"]), num_layouts=worlds, layout_seed=UNSEEN_MAPS)
     world, lived = town.reset(UNSEEN_MAPS, worlds), []

@@ -16,11 +16,11 @@ import torch
 from onnx import TensorProto, helper
 from torch import Tensor, nn
 
-from pipeline.export.frozen import Flat, quiet
-from pipeline.files import atomic_path
+from hamlet.export.frozen import Flat, quiet
+from hamlet.files import atomic_path
 
 if TYPE_CHECKING:
-    from pipeline.modules.agent import Mind
+    from hamlet.modules.agent import Mind
 
 OPSET = 20
 

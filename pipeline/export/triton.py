@@ -18,9 +18,9 @@ from typing import Any
 import onnx
 from onnx import TensorProto, helper
 
-from pipeline.files import atomic_dir
-from pipeline.serving.agent import NEXT, STATE
-from pipeline.serving.model import NAME
+from hamlet.files import atomic_dir
+from hamlet.serving.agent import NEXT, STATE
+from hamlet.serving.model import NAME
 
 TYPES = {"uint8": "UINT8", "bool": "BOOL", "int64": "INT64", "float32": "FP32"}
 MAX_BATCH = 64

@@ -8,8 +8,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pipeline.learning import distributed
-from pipeline.profiling import region
+from hamlet.learning import distributed
+from hamlet.profiling import region
 
 
 class RolloutBuffer:

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
-from pipeline.files import HamletError, atomic_path
-from pipeline.learning import distributed
+from hamlet.files import HamletError, atomic_path
+from hamlet.learning import distributed
 
 
 class Stateful(Protocol):

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeline.files import HamletError
-from pipeline.learning.pbt import Engine, Train, Turn
+from hamlet.files import HamletError
+from hamlet.learning.pbt import Engine, Train, Turn
 
 RESTARTS = 3  # per generation
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from pipeline.files import HamletError
-from pipeline.learning.precision import Precision, best_precision
-from pipeline.learning.update import Loss
-from pipeline.params import ModulePrecision
+from hamlet.files import HamletError
+from hamlet.learning.precision import Precision, best_precision
+from hamlet.learning.update import Loss
+from hamlet.params import ModulePrecision
 
 Product = Callable[[Tensor, Tensor], Tensor]
 MULTIPLE = 16  # of both sides of a matrix that the hardware multiplies in float8

@@ -12,12 +12,12 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pipeline.learning.rollout import Record
-from pipeline.modules.agent import AgentState, Mind
-from pipeline.modules.contracts import METERS, RawObservation, TownShape
-from pipeline.modules.critic import Critic, privileged_features
-from pipeline.profiling import region
-from pipeline.town import Town, counter_uniform
+from hamlet.learning.rollout import Record
+from hamlet.modules.agent import AgentState, Mind
+from hamlet.modules.contracts import METERS, RawObservation, TownShape
+from hamlet.modules.critic import Critic, privileged_features
+from hamlet.profiling import region
+from hamlet.town import Town, counter_uniform
 
 GOAL_STREAM, ACTION_STREAM = 1000, 2000
 SENSED = RawObservation._fields

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pipeline.learning.distributed import total
+from hamlet.learning.distributed import total
 
 ILLEGAL_LOGIT = -3.4e38
 

@@ -18,10 +18,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from pipeline.files import HamletError
-from pipeline.learning.buffer import RolloutBuffer
-from pipeline.learning.log import Log
-from pipeline.learning.losses import (
+from hamlet.files import HamletError
+from hamlet.learning.buffer import RolloutBuffer
+from hamlet.learning.log import Log
+from hamlet.learning.losses import (
     entropy_of,
     imitation_loss,
     impala_loss,
@@ -32,10 +32,10 @@ from pipeline.learning.losses import (
     value_loss,
     weighted_mean,
 )
-from pipeline.learning.precision import Precision
-from pipeline.learning.returns import gae, vtrace
-from pipeline.learning.rollout import learn
-from pipeline.learning.update import Update
+from hamlet.learning.precision import Precision
+from hamlet.learning.returns import gae, vtrace
+from hamlet.learning.rollout import learn
+from hamlet.learning.update import Update
 
 Objective = Literal["ppo", "impala", "imitation"]
 NEEDED = ("action", "log_prob", "reward", "done")

@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.files import HamletError, atomic_path
-from pipeline.params import TuneParams
+from hamlet.files import HamletError, atomic_path
+from hamlet.params import TuneParams
 
 FACTORS = (0.8, 1.25)  # explore: each setting times one of these
 WORST = -sys.float_info.max  # the score of a member whose loss is no number

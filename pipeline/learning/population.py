@@ -15,11 +15,11 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pipeline.learning.learner import ACTION_STREAM, forget, gumbel, observation_of
-from pipeline.learning.rollout import Record, evaluate, fused_step
-from pipeline.modules.agent import AgentState, Mind
-from pipeline.modules.contracts import TownShape
-from pipeline.town import Scripted, Town
+from hamlet.learning.learner import ACTION_STREAM, forget, gumbel, observation_of
+from hamlet.learning.rollout import Record, evaluate, fused_step
+from hamlet.modules.agent import AgentState, Mind
+from hamlet.modules.contracts import TownShape
+from hamlet.town import Scripted, Town
 
 STREAM = 100  # added per first agent, so that agents of one world draw different noise
 HARD = 2.0

@@ -16,13 +16,13 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pipeline.learning.buffer import RolloutBuffer
-from pipeline.learning.compiling import compiled_or_plain
-from pipeline.learning.precision import Precision, autocast
-from pipeline.profiling import region
+from hamlet.learning.buffer import RolloutBuffer
+from hamlet.learning.compiling import compiled_or_plain
+from hamlet.learning.precision import Precision, autocast
+from hamlet.profiling import region
 
 if TYPE_CHECKING:
-    from pipeline.learning.update import Update
+    from hamlet.learning.update import Update
 
 Record = dict[str, Tensor]
 Step = Callable[..., tuple[TensorDict, Any, Record]]

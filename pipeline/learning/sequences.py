@@ -11,8 +11,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pipeline.learning.distributed import part
-from pipeline.profiling import region
+from hamlet.learning.distributed import part
+from hamlet.profiling import region
 
 PER_WORLD = ("first", "places", "hour")
 

@@ -9,16 +9,16 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeline.learning import distributed
-from pipeline.learning.checkpoint import Checkpoint
-from pipeline.learning.float8 import in_precision
-from pipeline.learning.log import Log
-from pipeline.learning.losses import weighted_means
-from pipeline.learning.sequences import Lanes, per_agent
-from pipeline.learning.update import Update
-from pipeline.modules.contracts import RawObservation, TownShape
-from pipeline.modules.perception import Perception, PerceptionHeads
-from pipeline.params import PerceptionParams
+from hamlet.learning import distributed
+from hamlet.learning.checkpoint import Checkpoint
+from hamlet.learning.float8 import in_precision
+from hamlet.learning.log import Log
+from hamlet.learning.losses import weighted_means
+from hamlet.learning.sequences import Lanes, per_agent
+from hamlet.learning.update import Update
+from hamlet.modules.contracts import RawObservation, TownShape
+from hamlet.modules.perception import Perception, PerceptionHeads
+from hamlet.params import PerceptionParams
 
 
 def observation(chunk: TensorDict) -> RawObservation:

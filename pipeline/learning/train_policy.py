@@ -24,13 +24,13 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pipeline.files import HamletError
-from pipeline.learning import distributed
-from pipeline.learning.buffer import RolloutBuffer
-from pipeline.learning.checkpoint import Checkpoint
-from pipeline.learning.learner import Company, Learner, Memory, Teacher, slots_of
-from pipeline.learning.log import Log
-from pipeline.learning.losses import (
+from hamlet.files import HamletError
+from hamlet.learning import distributed
+from hamlet.learning.buffer import RolloutBuffer
+from hamlet.learning.checkpoint import Checkpoint
+from hamlet.learning.learner import Company, Learner, Memory, Teacher, slots_of
+from hamlet.learning.log import Log
+from hamlet.learning.losses import (
     entropy_of,
     imitation_loss,
     log_prob_of,
@@ -39,16 +39,16 @@ from pipeline.learning.losses import (
     value_loss,
     weighted_mean,
 )
-from pipeline.learning.precision import Precision, best_precision
-from pipeline.learning.returns import gae
-from pipeline.learning.rollout import collect, fused_step, learn
-from pipeline.learning.update import Update
-from pipeline.modules.agent import AgentState, Mind
-from pipeline.modules.contracts import METERS, Features, TownShape
-from pipeline.modules.critic import Critic
-from pipeline.params import CompileParams, PolicyParams
-from pipeline.profiling import region
-from pipeline.town import Scripted, Town
+from hamlet.learning.precision import Precision, best_precision
+from hamlet.learning.returns import gae
+from hamlet.learning.rollout import collect, fused_step, learn
+from hamlet.learning.update import Update
+from hamlet.modules.agent import AgentState, Mind
+from hamlet.modules.contracts import METERS, Features, TownShape
+from hamlet.modules.critic import Critic
+from hamlet.params import CompileParams, PolicyParams
+from hamlet.profiling import region
+from hamlet.town import Scripted, Town
 
 REACHED = 0.95
 WARM_UP = 10

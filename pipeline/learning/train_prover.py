@@ -17,10 +17,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pipeline.learning import distributed
-from pipeline.learning.buffer import RolloutBuffer
-from pipeline.learning.checkpoint import Checkpoint
-from pipeline.learning.losses import (
+from hamlet.learning import distributed
+from hamlet.learning.buffer import RolloutBuffer
+from hamlet.learning.checkpoint import Checkpoint
+from hamlet.learning.losses import (
     entropy_of,
     imitation_loss,
     log_prob_of,
@@ -29,12 +29,12 @@ from pipeline.learning.losses import (
     value_loss,
     weighted_mean,
 )
-from pipeline.learning.returns import gae
-from pipeline.learning.rollout import Record, Step, collect, evaluate, fused_step, learn
-from pipeline.learning.update import Update
-from pipeline.proofs.knowledge import find
-from pipeline.proofs.policy import Prover, ProverInput, ProverShape, entity_signature
-from pipeline.proofs.ranking import (
+from hamlet.learning.returns import gae
+from hamlet.learning.rollout import Record, Step, collect, evaluate, fused_step, learn
+from hamlet.learning.update import Update
+from hamlet.proofs.knowledge import find
+from hamlet.proofs.policy import Prover, ProverInput, ProverShape, entity_signature
+from hamlet.proofs.ranking import (
     UNPROVEN,
     Questions,
     evaluate_scores,
@@ -43,9 +43,9 @@ from pipeline.proofs.ranking import (
     sampled_negatives,
     surprise,
 )
-from pipeline.proofs.search import find_proofs
-from pipeline.proofs.world import ProofWorld
-from pipeline.town.counter import counter_uniform
+from hamlet.proofs.search import find_proofs
+from hamlet.proofs.world import ProofWorld
+from hamlet.town.counter import counter_uniform
 
 _SAMPLE = 64  # first stream of the action sampler
 LEAST_TRUST = 0.01  # enough to order what is tied

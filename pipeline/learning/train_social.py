@@ -9,15 +9,15 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeline.learning import distributed
-from pipeline.learning.checkpoint import Checkpoint
-from pipeline.learning.log import Log
-from pipeline.learning.losses import weighted_means
-from pipeline.learning.sequences import Lanes, per_agent
-from pipeline.learning.update import Update
-from pipeline.modules.contracts import TownShape, others_of
-from pipeline.modules.social import Social
-from pipeline.params import SocialParams
+from hamlet.learning import distributed
+from hamlet.learning.checkpoint import Checkpoint
+from hamlet.learning.log import Log
+from hamlet.learning.losses import weighted_means
+from hamlet.learning.sequences import Lanes, per_agent
+from hamlet.learning.update import Update
+from hamlet.modules.contracts import TownShape, others_of
+from hamlet.modules.social import Social
+from hamlet.params import SocialParams
 
 HISTORY_TICKS = (1, 5, 20)
 

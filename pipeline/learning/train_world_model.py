@@ -10,17 +10,17 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeline.learning import distributed
-from pipeline.learning.checkpoint import Checkpoint
-from pipeline.learning.float8 import in_precision
-from pipeline.learning.log import Log
-from pipeline.learning.losses import weighted_means
-from pipeline.learning.returns import discounted
-from pipeline.learning.update import Update
-from pipeline.modules.contracts import METERS, TownShape
-from pipeline.modules.world_model import ERROR_UNIT, WorldModel
-from pipeline.params import WorldModelParams
-from pipeline.profiling import region
+from hamlet.learning import distributed
+from hamlet.learning.checkpoint import Checkpoint
+from hamlet.learning.float8 import in_precision
+from hamlet.learning.log import Log
+from hamlet.learning.losses import weighted_means
+from hamlet.learning.returns import discounted
+from hamlet.learning.update import Update
+from hamlet.modules.contracts import METERS, TownShape
+from hamlet.modules.world_model import ERROR_UNIT, WorldModel
+from hamlet.params import WorldModelParams
+from hamlet.profiling import region
 
 REPORT_TICKS = (1, 5, 15, 50)
 INPUTS = ("mean", "log_std", "known_state", "action")

@@ -12,14 +12,14 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipeline.files import atomic_dir, read_json, write_json
-from pipeline.learning.pbt import Turn, started
-from pipeline.learning.precision import set_precision
-from pipeline.learning.sequences import per_agent
-from pipeline.learning.train_social import predict, train_social
-from pipeline.modules.contracts import TownShape
-from pipeline.modules.social import Social
-from pipeline.params import SocialParams
+from hamlet.files import atomic_dir, read_json, write_json
+from hamlet.learning.pbt import Turn, started
+from hamlet.learning.precision import set_precision
+from hamlet.learning.sequences import per_agent
+from hamlet.learning.train_social import predict, train_social
+from hamlet.modules.contracts import TownShape
+from hamlet.modules.social import Social
+from hamlet.params import SocialParams
 
 
 class Silent:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.learning.compiling import inductor_options
-from pipeline.learning.distributed import sum_gradients
-from pipeline.learning.precision import Precision, autocast
-from pipeline.profiling import region
+from hamlet.learning.compiling import inductor_options
+from hamlet.learning.distributed import sum_gradients
+from hamlet.learning.precision import Precision, autocast
+from hamlet.profiling import region
 
 Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 

@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from pipeline.learning.losses import log_prob_of, masked_logits
-from pipeline.modules.contracts import (
+from hamlet.learning.losses import log_prob_of, masked_logits
+from hamlet.modules.contracts import (
     METERS,
     BeliefDistribution,
     Features,
@@ -23,7 +23,7 @@ from pipeline.modules.contracts import (
     SocialPrediction,
     rivals_of,
 )
-from pipeline.profiling import region
+from hamlet.profiling import region
 
 IMAGINED_DISCOUNT = 0.97
 TEMPTED = 1.0

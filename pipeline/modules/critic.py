@@ -8,9 +8,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from pipeline.learning.distributed import part, whole
-from pipeline.modules.contracts import TownShape
-from pipeline.modules.policy import mlp
+from hamlet.learning.distributed import part, whole
+from hamlet.modules.contracts import TownShape
+from hamlet.modules.policy import mlp
 
 OF_AGENTS = ("meters", "position", "alive", "last_affordance", "progress")
 

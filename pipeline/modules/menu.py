@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pipeline.modules.contracts import METERS, PLACE_STD_MIN, PROGRESS, TownShape
+from hamlet.modules.contracts import METERS, PLACE_STD_MIN, PROGRESS, TownShape
 
 HOURS_ASKED = 8
 
@@ -35,7 +35,7 @@ def imagined_menu(
     Args:
         imagine_tick: the frozen graph of B.
         belief_dim: D.
-        timetable: float32 [lifespan + 1, F, 3] (see `pipeline.town.tables`).
+        timetable: float32 [lifespan + 1, F, 3] (see `hamlet.town.tables`).
         start_hour: of a life.
     """
     f, names = shape.num_affordances, shape.self_names

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.modules.contracts import (
+from hamlet.modules.contracts import (
     LOOK,
     METERS,
     OFFSET_UNIT,
@@ -24,7 +24,7 @@ from pipeline.modules.contracts import (
     RawObservation,
     TownShape,
 )
-from pipeline.unseen import where_to_look
+from hamlet.unseen import where_to_look
 
 VISION = 2  # cells that the 5x5 view shows to each side
 LOG_STD_MIN = -5.0

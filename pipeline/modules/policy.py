@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.modules.contracts import LEADS, LOOK, METERS, STEPS, Features, TownShape
+from hamlet.modules.contracts import LEADS, LOOK, METERS, STEPS, Features, TownShape
 
 LOGIT_CAP = 15.0
 PLACE_WIDTH = 32

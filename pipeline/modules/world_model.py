@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipeline.modules.contracts import LOOK, METERS, PROGRESS, TownShape
+from hamlet.modules.contracts import LOOK, METERS, PROGRESS, TownShape
 
 HOURS = 24
 KNOTS = 10  # per meter: where its effect on the others may change its slope

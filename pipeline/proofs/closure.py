@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.proofs.data import Graph, atom_key
-from pipeline.proofs.knowledge import Index, Rules, build_index, encode_rules, find
+from hamlet.proofs.data import Graph, atom_key
+from hamlet.proofs.knowledge import Index, Rules, build_index, encode_rules, find
 
 CHUNK = 2_000_000  # rows of one intermediate join
 ROWS_PER_ATOM = 10

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from pipeline.proofs.data import Graph, Rule, Triple, build_graph, parse_atom
+from hamlet.proofs.data import Graph, Rule, Triple, build_graph, parse_atom
 
 RULES = (
     "father(X,Y) -> parent(X,Y)",

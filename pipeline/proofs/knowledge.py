@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.files import HamletError
-from pipeline.proofs.data import Graph, Rule, atom_key
+from hamlet.files import HamletError
+from hamlet.proofs.data import Graph, Rule, atom_key
 
 MAX_TABLE = 1 << 28  # entries of one (predicate, entity) offset table
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from PIL import Image, ImageDraw, ImageFont
 
-from pipeline.proofs.trace import Proof
+from hamlet.proofs.trace import Proof
 
 SIZE, SMALL = 18, 13  # pixels of the two fonts
 PAD, GAP, DROP = 10, 24, 64  # inside a box, between boxes, between levels

@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from pipeline.proofs.data import Graph
+from hamlet.proofs.data import Graph
 
 CERTAIN = 8.0  # log-odds of going on once the root was passed
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.proofs.closure import Closure
-from pipeline.proofs.data import Graph
-from pipeline.proofs.knowledge import build_index, find
+from hamlet.proofs.closure import Closure
+from hamlet.proofs.data import Graph
+from hamlet.proofs.knowledge import build_index, find
 
 UNPROVEN = -1e9  # score of a candidate without a proof, below every proven one
 

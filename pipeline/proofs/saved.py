@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from pipeline.files import HamletError, atomic_dir, check_card, read_json, write_card, write_json
-from pipeline.proofs.closure import close
-from pipeline.proofs.data import Graph, load_graph, write_graph
-from pipeline.proofs.kinship import kinship_graph
-from pipeline.proofs.policy import Prover, ProverInput, ProverShape, entity_signature
-from pipeline.proofs.unify import Budget
-from pipeline.proofs.world import ProofWorld, WorldConfig
+from hamlet.files import HamletError, atomic_dir, check_card, read_json, write_card, write_json
+from hamlet.proofs.closure import close
+from hamlet.proofs.data import Graph, load_graph, write_graph
+from hamlet.proofs.kinship import kinship_graph
+from hamlet.proofs.policy import Prover, ProverInput, ProverShape, entity_signature
+from hamlet.proofs.unify import Budget
+from hamlet.proofs.world import ProofWorld, WorldConfig
 
 
 def open_graph(data: str, seed: int) -> Graph:
@@ -59,7 +59,7 @@ def save_prover(folder: str | Path, prover: Prover, world: ProofWorld, rounds: i
 
 
 def load_prover(folder: str | Path = "artifacts/prover") -> tuple[Prover, ProofWorld]:
-    """The prover and its world, ready for `pipeline.proofs.ask`.
+    """The prover and its world, ready for `hamlet.proofs.ask`.
 
     Raises:
         HamletError: the folder is missing or differs from its card.

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pipeline.proofs.knowledge import find
-from pipeline.proofs.unify import (
+from hamlet.proofs.knowledge import find
+from hamlet.proofs.unify import (
     HOPELESS,
     SPARE,
     Engine,

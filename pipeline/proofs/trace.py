@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pipeline.files import HamletError
-from pipeline.proofs.closure import ROUND_STEP
-from pipeline.proofs.data import Triple, parse_atom
-from pipeline.proofs.knowledge import find
-from pipeline.proofs.policy import Prover
-from pipeline.proofs.search import find_proofs, follow
-from pipeline.proofs.unify import LEMMA, select_goal
-from pipeline.proofs.world import ProofWorld
+from hamlet.files import HamletError
+from hamlet.proofs.closure import ROUND_STEP
+from hamlet.proofs.data import Triple, parse_atom
+from hamlet.proofs.knowledge import find
+from hamlet.proofs.policy import Prover
+from hamlet.proofs.search import find_proofs, follow
+from hamlet.proofs.unify import LEMMA, select_goal
+from hamlet.proofs.world import ProofWorld
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.files import HamletError
-from pipeline.proofs.closure import Closure
-from pipeline.proofs.data import Graph
-from pipeline.proofs.knowledge import Index, Rules, build_index, encode_rules, find
+from hamlet.files import HamletError
+from hamlet.proofs.closure import Closure
+from hamlet.proofs.data import Graph
+from hamlet.proofs.knowledge import Index, Rules, build_index, encode_rules, find
 
 PAD = -1
 NO_EVIDENCE = -12.0  # least log-probability of what something derives

@@ -14,11 +14,11 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pipeline.files import HamletError
-from pipeline.proofs.closure import Closure
-from pipeline.proofs.data import Graph
-from pipeline.proofs.knowledge import Index, build_index, find
-from pipeline.proofs.unify import (
+from hamlet.files import HamletError
+from hamlet.proofs.closure import Closure
+from hamlet.proofs.data import Graph
+from hamlet.proofs.knowledge import Index, build_index, find
+from hamlet.proofs.unify import (
     Budget,
     Engine,
     Successors,
@@ -27,7 +27,7 @@ from pipeline.proofs.unify import (
     expand,
     state_hash,
 )
-from pipeline.town.counter import counter_uniform
+from hamlet.town.counter import counter_uniform
 
 TRIES = 4  # uniform corruptions tried before a slot asks a positive query instead
 _PICK, _DERIVABLE, _CORRUPT, _ENTITY = 0, 1, 2, 3  # streams of the counter generator

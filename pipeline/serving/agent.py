@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipeline.files import HamletError, check_card
-from pipeline.ort import open_session, open_unchecked
+from hamlet.files import HamletError, check_card
+from hamlet.ort import open_session, open_unchecked
 
 STATE, NEXT = "state_", "next_"
 Arrays = dict[str, np.ndarray]

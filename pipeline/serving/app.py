@@ -17,12 +17,12 @@ from urllib.parse import parse_qs
 
 import orjson
 
-from pipeline.files import HamletError
-from pipeline.serving import protocol
-from pipeline.serving.engine import Engine, Item, Refused, Session
-from pipeline.serving.model import NAME, RNG_RANGE, Model, pack
-from pipeline.serving.openapi import document
-from pipeline.serving.protocol import Ask
+from hamlet.files import HamletError
+from hamlet.serving import protocol
+from hamlet.serving.engine import Engine, Item, Refused, Session
+from hamlet.serving.model import NAME, RNG_RANGE, Model, pack
+from hamlet.serving.openapi import document
+from hamlet.serving.protocol import Ask
 
 MAX_BODY = 1 << 20  # bytes; a full batch of observations and states is a quarter of it
 MAX_IGNORED = 1 << 23  # bytes of too large a body that are still read, so that 413 can be heard

@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from pipeline.files import HamletError
-from pipeline.serving.model import NAME, RNG_RANGE, Model, pack
+from hamlet.files import HamletError
+from hamlet.serving.model import NAME, RNG_RANGE, Model, pack
 
 Observation = Mapping[str, Any]
 
@@ -80,7 +80,7 @@ class _Here:
     """ONNX Runtime in this process."""
 
     def __init__(self, where: str) -> None:
-        from pipeline.serving.source import open_source
+        from hamlet.serving.source import open_source
 
         agent, version = open_source(where).fetch()
         self.model = Model(agent, version, capacity=1, max_batch=1)
@@ -118,7 +118,7 @@ class _There:
     """A server, over one connection that is kept."""
 
     def __init__(self, url: str, token: str | None) -> None:
-        from pipeline.serving.protocol import fields_of
+        from hamlet.serving.protocol import fields_of
 
         parts = urlsplit(url)
         kind = (

@@ -16,8 +16,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from pipeline.serving.app import MAX_BODY, READ_SECONDS, App, Reply, failed, too_slow
-from pipeline.serving.model import NAME
+from hamlet.serving.app import MAX_BODY, READ_SECONDS, App, Reply, failed, too_slow
+from hamlet.serving.model import NAME
 
 INFER = f"/v2/models/{NAME}/infer".encode()
 _OK = STATUS_LINE[HTTPStatus.OK]

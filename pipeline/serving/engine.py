@@ -23,10 +23,10 @@ from threading import Lock
 
 import numpy as np
 
-from pipeline.files import HamletError
-from pipeline.serving.agent import Decision, OnnxAgent
-from pipeline.serving.metrics import Metrics
-from pipeline.serving.model import RNG_RANGE, Model
+from hamlet.files import HamletError
+from hamlet.serving.agent import Decision, OnnxAgent
+from hamlet.serving.metrics import Metrics
+from hamlet.serving.model import RNG_RANGE, Model
 
 MAX_BATCH = 32  # rows; more are not much cheaper each, and all wait for the last
 MAX_DEEP = 9  # rows that deliberate, in a batch with others; twice as many among themselves

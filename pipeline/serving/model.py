@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.files import HamletError
-from pipeline.serving.agent import NEXT, STATE, Decision, OnnxAgent
+from hamlet.files import HamletError
+from hamlet.serving.agent import NEXT, STATE, Decision, OnnxAgent
 
 assert sys.byteorder == "little", "records are little endian"
 

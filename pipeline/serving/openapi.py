@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.serving.model import NAME, RNG_RANGE, Field, Model
-from pipeline.serving.protocol import MAX_NUMBER, MAX_TIMEOUT, NAME_PATTERN, outputs_of
+from hamlet.serving.model import NAME, RNG_RANGE, Field, Model
+from hamlet.serving.protocol import MAX_NUMBER, MAX_TIMEOUT, NAME_PATTERN, outputs_of
 
 Schema = dict[str, Any]
 

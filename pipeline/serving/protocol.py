@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from pipeline.files import HamletError
-from pipeline.serving.agent import Decision
-from pipeline.serving.model import DATATYPES, NAME, RNG_RANGE, Field, Model
+from hamlet.files import HamletError
+from hamlet.serving.agent import Decision
+from hamlet.serving.model import DATATYPES, NAME, RNG_RANGE, Field, Model
 
 Results = int | list[tuple[str, np.ndarray, bool]]
 MAX_KNOWN, MAX_KNOWN_BYTES = 10_000, 4096  # headers remembered, and how long they may be

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.files import HamletError, card_path
-from pipeline.serving.agent import STATE, Arrays, OnnxAgent
+from hamlet.files import HamletError, card_path
+from hamlet.serving.agent import STATE, Arrays, OnnxAgent
 
 try:
     import mlflow

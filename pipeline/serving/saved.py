@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.files import HamletError, atomic_path
-from pipeline.serving.agent import OnnxAgent
-from pipeline.serving.engine import Engine, Session
+from hamlet.files import HamletError, atomic_path
+from hamlet.serving.agent import OnnxAgent
+from hamlet.serving.engine import Engine, Session
 
 # What reading a file that holds no sessions may raise.
 _NONE = (OSError, EOFError, ValueError, KeyError, TypeError, IndexError, zipfile.BadZipFile)

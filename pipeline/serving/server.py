@@ -16,12 +16,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from pipeline.files import HamletError
-from pipeline.serving.app import App
-from pipeline.serving.engine import Engine
-from pipeline.serving.metrics import Metrics
-from pipeline.serving.saved import restore, save
-from pipeline.serving.source import FileSource, Source
+from hamlet.files import HamletError
+from hamlet.serving.app import App
+from hamlet.serving.engine import Engine
+from hamlet.serving.metrics import Metrics
+from hamlet.serving.saved import restore, save
+from hamlet.serving.source import FileSource, Source
 
 POLL_SECONDS = 2.0  # between two looks at the source
 DRAIN_SECONDS = 30  # for what was asked before SIGTERM
@@ -53,7 +53,7 @@ def serve(
     """
     import uvicorn
 
-    from pipeline.serving.connection import Connection
+    from hamlet.serving.connection import Connection
 
     # A finished run must not wait 5 ms for the interpreter while requests are read.
     sys.setswitchinterval(0.0005)

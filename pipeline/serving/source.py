@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipeline.files import HamletError
-from pipeline.serving.agent import OnnxAgent
+from hamlet.files import HamletError
+from hamlet.serving.agent import OnnxAgent
 
 REGISTRY = re.compile(r"models:/([^/@]+)(?:@([\w.-]+)|/(\d+))")
 

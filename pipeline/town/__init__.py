@@ -1,10 +1,10 @@
 """The town: a survival world of many agents, as pure tensor functions."""
 
-from pipeline.town.config import Pack, PackError, load_pack
-from pipeline.town.counter import counter_uniform
-from pipeline.town.players import Scripted
-from pipeline.town.render import render_ascii, render_png, save_gif
-from pipeline.town.town import Town
+from hamlet.town.config import Pack, PackError, load_pack
+from hamlet.town.counter import counter_uniform
+from hamlet.town.players import Scripted
+from hamlet.town.render import render_ascii, render_png, save_gif
+from hamlet.town.town import Town
 
 __all__ = [
     "Pack",

@@ -265,7 +265,7 @@ def load_pack(source: str | Path) -> Pack:
     """
     path = Path(source)
     if path.is_dir():
-        from pipeline.town.hamlet import load_hamlet_pack
+        from hamlet.town.hamlet import load_hamlet_pack
 
         return load_hamlet_pack(path)
     if not path.suffix and not path.exists():
@@ -284,7 +284,7 @@ def build_pack(content: dict[str, Any], source: str) -> Pack:
         pack = Pack.model_validate(content)
     except ValidationError as error:
         raise PackError(one_line(error, source)) from None
-    from pipeline.town.validate import check
+    from hamlet.town.validate import check
 
     check(pack, source)
     return pack

@@ -8,8 +8,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from pipeline.town.config import Cue, CueTest, Pack
-from pipeline.town.counter import tick_hash, to_unit
+from hamlet.town.config import Cue, CueTest, Pack
+from hamlet.town.counter import tick_hash, to_unit
 
 STREAM = 256  # first stream of the counter hash; stream + cue * agents + agent
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipeline.town.personalities import DNA, TRAIN, AgentDNA
+from hamlet.town.personalities import DNA, TRAIN, AgentDNA
 
 GENES = ("neuroticism", "greed", "agreeableness", "curiosity")
 MUTATION = 0.1

@@ -15,8 +15,8 @@ import yaml
 from tensordict import TensorDict
 from torch import Tensor
 
-from pipeline.town.config import Pack, PackError, build_pack
-from pipeline.town.town import Town
+from hamlet.town.config import Pack, PackError, build_pack
+from hamlet.town.town import Town
 
 CATEGORIES = ("primary_to_pivotal", "secondary_to_primary", "secondary_to_pivotal_weak")
 WINDOW = 5  # the reference's window is always 5x5 in its observation

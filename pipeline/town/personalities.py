@@ -1,6 +1,6 @@
 """Who lives in a town: scripted characters from AgentDNA, experts and baselines.
 
-A character is a row of the parameters that `pipeline.town.players` plays by. AgentDNA bends the
+A character is a row of the parameters that `hamlet.town.players` plays by. AgentDNA bends the
 expert's parameters: neuroticism acts early and fears low meters, greed values money,
 agreeableness values company and keeps out of others' way, curiosity wanders.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline.town.config import Pack
+from hamlet.town.config import Pack
 
 # Marginal value, fear weight and comfort level per meter: value(x) = a x - b max(0, c - x)^2.
 METER_DEFAULTS: dict[str, tuple[float, float, float]] = {

@@ -7,7 +7,7 @@ whole town most is done (rollout policy improvement, Tesauro and Galperin 1996, 
 time, Bertsekas 2019), so that, up to what comes after the horizon, no town fares worse than a town
 of experts. It knows everything and is slow: for measuring, not for playing.
 
-    python -m pipeline.town.planner l4_contention [--worlds 8]
+    python -m hamlet.town.planner l4_contention [--worlds 8]
 
 prints what planner and expert reach in the same lives, on layouts that tuning never saw.
 """
@@ -21,9 +21,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pipeline.town.config import PackError, load_pack
-from pipeline.town.players import Scripted
-from pipeline.town.town import INTERACT, Town
+from hamlet.town.config import PackError, load_pack
+from hamlet.town.players import Scripted
+from hamlet.town.town import INTERACT, Town
 
 
 class Planner:
@@ -101,7 +101,7 @@ class Planner:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    from pipeline.town.tune import HELD_OUT_LAYOUTS, play
+    from hamlet.town.tune import HELD_OUT_LAYOUTS, play
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pack", help="pack name, file or Hamlet directory")

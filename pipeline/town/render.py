@@ -9,7 +9,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 from tensordict import TensorDict
 
-from pipeline.town.town import Town
+from hamlet.town.town import Town
 
 CELL, CARD, MARGIN, HEADER = 92, 300, 16, 52
 INK, PAPER, FAINT = (38, 42, 48), (250, 249, 246), (205, 205, 200)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipeline.town.config import Affordance, Pack
-from pipeline.town.counter import mix, tick_hash, to_unit
+from hamlet.town.config import Affordance, Pack
+from hamlet.town.counter import mix, tick_hash, to_unit
 
 ALWAYS = 1000  # ticks a place that never closes stays open
 

@@ -15,11 +15,11 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from pipeline.town import tables
-from pipeline.town.config import BASE_ACTIONS, Condition, Pack
-from pipeline.town.counter import below, episode_key, tick_hash
-from pipeline.town.cues import CueRules, telling_cues
-from pipeline.town.tables import Column
+from hamlet.town import tables
+from hamlet.town.config import BASE_ACTIONS, Condition, Pack
+from hamlet.town.counter import below, episode_key, tick_hash
+from hamlet.town.cues import CueRules, telling_cues
+from hamlet.town.tables import Column
 
 UP, DOWN, LEFT, RIGHT, INTERACT, WAIT = range(6)
 # Streams of the counter hash; contention uses the agent's index, so streams start above it.

@@ -1,6 +1,6 @@
 """Tune a pack's expert by the cross-entropy method and freeze it in the pack.
 
-    python -m pipeline.town.tune PACK.yaml [--generations 30] [--candidates 32] [--worlds 32]
+    python -m hamlet.town.tune PACK.yaml [--generations 30] [--candidates 32] [--worlds 32]
 
 Each expert (`--experts`) starts from the parameters it plays by now and is tuned with the knowledge
 that it has. Every candidate plays the same worlds (same layouts, starts and ties), four or more
@@ -21,16 +21,14 @@ import yaml
 from rich.progress import Progress
 from torch import Tensor
 
-from pipeline.town import personalities
-from pipeline.town.config import Pack, PackError, load_pack
-from pipeline.town.planner import Planner
-from pipeline.town.players import Scripted
-from pipeline.town.town import Town
+from hamlet.town import personalities
+from hamlet.town.config import Pack, PackError, load_pack
+from hamlet.town.planner import Planner
+from hamlet.town.players import Scripted
+from hamlet.town.town import Town
 
 ADDITIVE = {"rest_bonus": 0.01}  # spread of parameters that may be negative
-NOTE = (
-    "# Found by `python -m pipeline.town.tune`; mean return of a life on layouts tuning never saw."
-)
+NOTE = "# Found by `python -m hamlet.town.tune`; mean return of a life on layouts tuning never saw."
 HELD_OUT_LAYOUTS = 1_000_003  # layout seed of everything that is reported
 
 
@@ -197,7 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def load_settings(pack: Pack, experts: dict[str, dict]) -> dict:
     """The pack's expert settings with the newly found ones on top."""
-    from pipeline.town.config import ExpertSettings
+    from hamlet.town.config import ExpertSettings
 
     return dict(pack.experts) | {k: ExpertSettings.model_validate(v) for k, v in experts.items()}
 

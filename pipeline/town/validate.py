@@ -1,6 +1,6 @@
 """Checks of a pack that types cannot express, each with a message a student can act on.
 
-    python -m pipeline.town.validate PACK
+    python -m hamlet.town.validate PACK
 
 runs them all, including the last: a scripted expert that knows the whole map plays the pack and
 must survive.
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable
 from typing import NoReturn
 
-from pipeline.town.config import Affordance, Pack, PackError, load_pack
+from hamlet.town.config import Affordance, Pack, PackError, load_pack
 
 SURVIVORS = 0.5  # share of expert lives that must reach the lifespan
 
@@ -252,9 +252,9 @@ def check_survivable(pack: Pack, source: str, worlds: int = 32, seed: int = 0) -
 
     Returns mean `returns`, `life` (ticks) and `retired` (share). Raises PackError if too few live.
     """
-    from pipeline.town.players import Scripted
-    from pipeline.town.town import Town
-    from pipeline.town.tune import play
+    from hamlet.town.players import Scripted
+    from hamlet.town.town import Town
+    from hamlet.town.tune import play
 
     town = Town(pack, num_layouts=256)
     found = play(town, Scripted(town, ["expert"]), seed, worlds)

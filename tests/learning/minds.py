@@ -2,15 +2,15 @@
 
 import torch
 
-from pipeline.learning.learner import first_state
-from pipeline.learning.train_policy import goal_targets
-from pipeline.modules.agent import Mind
-from pipeline.modules.contracts import TownShape
-from pipeline.modules.perception import Perception
-from pipeline.modules.policy import Policy
-from pipeline.modules.social import Social
-from pipeline.modules.world_model import WorldModel
-from pipeline.town.tables import menu, timetable
+from hamlet.learning.learner import first_state
+from hamlet.learning.train_policy import goal_targets
+from hamlet.modules.agent import Mind
+from hamlet.modules.contracts import TownShape
+from hamlet.modules.perception import Perception
+from hamlet.modules.policy import Policy
+from hamlet.modules.social import Social
+from hamlet.modules.world_model import WorldModel
+from hamlet.town.tables import menu, timetable
 
 
 def new_mind(town, sizes):

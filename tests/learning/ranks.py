@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import multiprocessing
 
-from pipeline.learning.distributed import joined
+from hamlet.learning.distributed import joined
 
 MOST = 4
 PATIENCE = 300  # seconds until a rank that says nothing is an error, not a test that hangs

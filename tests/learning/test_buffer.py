@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from pipeline.learning.buffer import RolloutBuffer
+from hamlet.learning.buffer import RolloutBuffer
 
 
 def tick(t: int, slots: int) -> TensorDict:

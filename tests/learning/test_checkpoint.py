@@ -7,9 +7,9 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from pipeline.learning.checkpoint import Checkpoint
-from pipeline.learning.sequences import Lanes
-from pipeline.learning.update import Update
+from hamlet.learning.checkpoint import Checkpoint
+from hamlet.learning.sequences import Lanes
+from hamlet.learning.update import Update
 
 STEPS = 14
 

@@ -8,12 +8,12 @@ from ranks import Ranks
 from tensordict import TensorDict
 from torch import nn
 
-from pipeline.files import HamletError
-from pipeline.learning import distributed
-from pipeline.learning.buffer import RolloutBuffer
-from pipeline.learning.checkpoint import Checkpoint
-from pipeline.learning.distributed import noise, part, sum_gradients, whole
-from pipeline.learning.losses import (
+from hamlet.files import HamletError
+from hamlet.learning import distributed
+from hamlet.learning.buffer import RolloutBuffer
+from hamlet.learning.checkpoint import Checkpoint
+from hamlet.learning.distributed import noise, part, sum_gradients, whole
+from hamlet.learning.losses import (
     entropy_of,
     log_prob_of,
     normalise,
@@ -22,11 +22,11 @@ from pipeline.learning.losses import (
     weighted_mean,
     weighted_means,
 )
-from pipeline.learning.sequences import Lanes
-from pipeline.learning.update import Update
-from pipeline.modules.contracts import TownShape
-from pipeline.modules.critic import OF_AGENTS, Critic, gathered_features, privileged_features
-from pipeline.town import Scripted, Town, load_pack
+from hamlet.learning.sequences import Lanes
+from hamlet.learning.update import Update
+from hamlet.modules.contracts import TownShape
+from hamlet.modules.critic import OF_AGENTS, Critic, gathered_features, privileged_features
+from hamlet.town import Scripted, Town, load_pack
 
 CLOSE = {"atol": 1e-6, "rtol": 1e-5}
 

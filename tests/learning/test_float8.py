@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.learning.float8 import Float8, by_torchao, emulated, in_precision, rounded
-from pipeline.learning.precision import best_precision
-from pipeline.learning.update import Update
-from pipeline.modules.world_model import EnsembleLinear
+from hamlet.learning.float8 import Float8, by_torchao, emulated, in_precision, rounded
+from hamlet.learning.precision import best_precision
+from hamlet.learning.update import Update
+from hamlet.modules.world_model import EnsembleLinear
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pipeline.learning.losses import (
+from hamlet.learning.losses import (
     entropy_of,
     imitation_loss,
     impala_loss,

@@ -7,8 +7,8 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from pipeline.files import HamletError
-from pipeline.learning.offline import DecisionModel, decisions, train_offline
+from hamlet.files import HamletError
+from hamlet.learning.offline import DecisionModel, decisions, train_offline
 
 SEEDS, BLUEPRINTS, ROWS = 5, 4, 1024
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.files import HamletError, atomic_path
-from pipeline.learning.engines import processes
-from pipeline.learning.pbt import (
+from hamlet.files import HamletError, atomic_path
+from hamlet.learning.engines import processes
+from hamlet.learning.pbt import (
     FACTORS,
     WORST,
     Turn,
@@ -27,7 +27,7 @@ from pipeline.learning.pbt import (
     started,
     winner,
 )
-from pipeline.params import SocialParams, TuneParams
+from hamlet.params import SocialParams, TuneParams
 
 POPULATION = TuneParams(
     members=8, generations=5, replaced=0.25, space={"learning_rate": (1e-3, 1.0)}
@@ -213,10 +213,10 @@ def shared(tmp_path_factory) -> Path:
     import torch
     from tensordict import TensorDict
 
-    from pipeline.learning.train_social import with_labels
-    from pipeline.learning.tune_social import share
-    from pipeline.modules.contracts import TownShape
-    from pipeline.town import Town, load_pack
+    from hamlet.learning.train_social import with_labels
+    from hamlet.learning.tune_social import share
+    from hamlet.modules.contracts import TownShape
+    from hamlet.town import Town, load_pack
 
     shape = TownShape.of(Town(load_pack("l4_contention"), num_layouts=2))
     rng = torch.Generator().manual_seed(1)
@@ -253,7 +253,7 @@ SOCIAL = SocialParams(hidden=8, steps=12, lanes=2, chunk=8, learning_rate=1e-2)
 
 def test_a_training_in_parts_is_the_training(shared, tmp_path):
     """Weights, optimizer state, data and recurrent state all go on: the score has the same bits."""
-    from pipeline.learning.tune_social import SocialMember
+    from hamlet.learning.tune_social import SocialMember
 
     alone = POPULATION.model_copy(update={"members": 2, "replaced": 0.0})
     last = []
@@ -268,7 +268,7 @@ def test_a_training_in_parts_is_the_training(shared, tmp_path):
 
 def test_the_winner_of_module_c_is_made_again_from_its_log(shared, tmp_path):
     """A copied member went on with its parent's weights and optimizer, or the bits would differ."""
-    from pipeline.learning.tune_social import SocialMember
+    from hamlet.learning.tune_social import SocialMember
 
     sizes = POPULATION.model_copy(update={"members": 4, "generations": 4, "replaced": 0.5})
     train = SocialMember(shared, tmp_path / "all", SOCIAL, 5, 4)
@@ -297,9 +297,9 @@ def test_members_that_are_stacked_take_the_steps_they_would_take_one_by_one(shar
     from tensordict import TensorDict
 
     from benchmarks.vectorised import Losing, separately, stacked
-    from pipeline.learning.sequences import Lanes
-    from pipeline.learning.tune_social import opened
-    from pipeline.modules.social import Social
+    from hamlet.learning.sequences import Lanes
+    from hamlet.learning.tune_social import opened
+    from hamlet.modules.social import Social
 
     data, worlds, shape = opened(shared)
     rngs = [torch.Generator().manual_seed(seed) for seed in range(3)]

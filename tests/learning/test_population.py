@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.learning.checkpoint import Checkpoint
-from pipeline.learning.learner import Learner, Memory
-from pipeline.learning.population import (
+from hamlet.learning.checkpoint import Checkpoint
+from hamlet.learning.learner import Learner, Memory
+from hamlet.learning.population import (
     Characters,
     Match,
     Selves,
@@ -21,16 +21,16 @@ from pipeline.learning.population import (
     play,
     standing,
 )
-from pipeline.learning.rollout import fused_step
-from pipeline.learning.train_policy import train_policy
-from pipeline.modules.agent import Mind
-from pipeline.modules.contracts import TownShape
-from pipeline.modules.critic import Critic
-from pipeline.modules.policy import Policy
-from pipeline.params import load_params
-from pipeline.town import Scripted, Town, load_pack
-from pipeline.town.evolution import GENES, founders, next_generation
-from pipeline.town.personalities import AgentDNA
+from hamlet.learning.rollout import fused_step
+from hamlet.learning.train_policy import train_policy
+from hamlet.modules.agent import Mind
+from hamlet.modules.contracts import TownShape
+from hamlet.modules.critic import Critic
+from hamlet.modules.policy import Policy
+from hamlet.params import load_params
+from hamlet.town import Scripted, Town, load_pack
+from hamlet.town.evolution import GENES, founders, next_generation
+from hamlet.town.personalities import AgentDNA
 from tests.learning.interrupted import Stopped, StoppedLog
 from tests.learning.minds import new_mind
 
@@ -192,7 +192,7 @@ def test_a_member_that_is_interrupted_ends_the_same(town, tmp_path, monkeypatch)
     torch.set_num_threads(1)
     whole = train("whole.pt")
     always = partial(Checkpoint, interval=0.0)
-    monkeypatch.setattr("pipeline.learning.train_policy.Checkpoint", always)
+    monkeypatch.setattr("hamlet.learning.train_policy.Checkpoint", always)
     with pytest.raises(Stopped):
         train("cut.pt", 3)
     assert torch.load(tmp_path / "cut.pt", weights_only=True)["step"] == 3

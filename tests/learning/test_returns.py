@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.learning.returns import discounted, gae, vtrace
+from hamlet.learning.returns import discounted, gae, vtrace
 
 
 @st.composite

@@ -7,11 +7,11 @@ import warnings
 import pytest
 import torch
 
-from pipeline.learning import compiling
-from pipeline.learning.buffer import RolloutBuffer
-from pipeline.learning.rollout import collect, evaluate, fused_step, learn
-from pipeline.learning.update import Update
-from pipeline.town import Scripted, Town, load_pack
+from hamlet.learning import compiling
+from hamlet.learning.buffer import RolloutBuffer
+from hamlet.learning.rollout import collect, evaluate, fused_step, learn
+from hamlet.learning.update import Update
+from hamlet.town import Scripted, Town, load_pack
 
 LIFE = 40
 

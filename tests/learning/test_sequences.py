@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from tensordict import TensorDict
 
-from pipeline.learning.sequences import Lanes, per_agent
-from pipeline.learning.train_world_model import windows
+from hamlet.learning.sequences import Lanes, per_agent
+from hamlet.learning.train_world_model import windows
 
 TICKS, WORLDS, AGENTS = 12, 6, 3
 

@@ -9,13 +9,13 @@ import torch
 from tensordict import TensorDict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pipeline.learning.buffer import RolloutBuffer
-from pipeline.learning.learner import ACTION_STREAM, GOAL_STREAM, Learner, Memory, gumbel
-from pipeline.learning.train_policy import episode_scores, train_policy
-from pipeline.modules.contracts import TownShape
-from pipeline.modules.critic import Critic
-from pipeline.params import load_params
-from pipeline.town import Scripted, Town, load_pack
+from hamlet.learning.buffer import RolloutBuffer
+from hamlet.learning.learner import ACTION_STREAM, GOAL_STREAM, Learner, Memory, gumbel
+from hamlet.learning.train_policy import episode_scores, train_policy
+from hamlet.modules.contracts import TownShape
+from hamlet.modules.critic import Critic
+from hamlet.params import load_params
+from hamlet.town import Scripted, Town, load_pack
 from tests.learning.minds import new_mind
 
 TINY = Path(__file__).parents[2] / "tiny.yaml"

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.learning import update as update_module
-from pipeline.learning.precision import DTYPES, autocast, set_precision
-from pipeline.learning.update import Update, fused_adam, to_device
+from hamlet.learning import update as update_module
+from hamlet.learning.precision import DTYPES, autocast, set_precision
+from hamlet.learning.update import Update, fused_adam, to_device
 
 
 @pytest.fixture(autouse=True)

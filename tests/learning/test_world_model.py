@@ -10,20 +10,20 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from pipeline.export.frozen import freeze, load_frozen
-from pipeline.export.onnx import export_onnx
-from pipeline.learning.train_world_model import (
+from hamlet.export.frozen import freeze, load_frozen
+from hamlet.export.onnx import export_onnx
+from hamlet.learning.train_world_model import (
     INPUTS,
     calibrate,
     evaluate_world_model,
     rank_correlation,
     train_world_model,
 )
-from pipeline.modules.contracts import LOOK, METERS, TownShape
-from pipeline.modules.world_model import WorldModel, level
-from pipeline.ort import open_unchecked
-from pipeline.params import WorldModelParams
-from pipeline.town import Town, load_pack
+from hamlet.modules.contracts import LOOK, METERS, TownShape
+from hamlet.modules.world_model import WorldModel, level
+from hamlet.ort import open_unchecked
+from hamlet.params import WorldModelParams
+from hamlet.town import Town, load_pack
 
 LATENT, TICKS, WORLDS, GAMMA = 3, 80, 24, 0.9
 GAIN, LOSS = 0.1, 0.02

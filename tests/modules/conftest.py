@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.modules.contracts import TownShape
-from pipeline.town import Town, load_pack
+from hamlet.modules.contracts import TownShape
+from hamlet.town import Town, load_pack
 
 
 @pytest.fixture(scope="session")

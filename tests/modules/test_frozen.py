@@ -7,13 +7,13 @@ import re
 import pytest
 import torch
 
-from pipeline.export.frozen import Flat, freeze, load_frozen, prove_parity
-from pipeline.files import HamletError
-from pipeline.modules.contracts import LOOK
-from pipeline.modules.perception import Perception
-from pipeline.modules.policy import Policy, PolicyAct, PolicyEnded, PolicyPrior, PolicyWeigh
-from pipeline.modules.social import Social
-from pipeline.modules.world_model import WorldModel
+from hamlet.export.frozen import Flat, freeze, load_frozen, prove_parity
+from hamlet.files import HamletError
+from hamlet.modules.contracts import LOOK
+from hamlet.modules.perception import Perception
+from hamlet.modules.policy import Policy, PolicyAct, PolicyEnded, PolicyPrior, PolicyWeigh
+from hamlet.modules.social import Social
+from hamlet.modules.world_model import WorldModel
 
 
 def rows(module: str, shape, batch: int, rng: torch.Generator) -> dict[str, torch.Tensor]:
@@ -151,7 +151,7 @@ def test_the_same_weights_are_the_same_bytes_and_hold_no_path(shape, tmp_path):
         write("social", shape, tmp_path / folder / "m.pt2")
     one, two = ((tmp_path / f / "m.pt2").read_bytes() for f in ("one", "two"))
     assert one == two
-    assert not re.search(rb"/pipeline/|\.py\b|tmp/", one)
+    assert not re.search(rb"/(pipeline|hamlet)/|\.py\b|tmp/", one)
 
 
 def test_gradients_reach_the_inputs_and_not_the_weights(shape, tmp_path):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.modules.contracts import METERS
-from pipeline.modules.menu import imagined_menu, menu_error
-from pipeline.town.tables import menu, timetable
+from hamlet.modules.contracts import METERS
+from hamlet.modules.menu import imagined_menu, menu_error
+from hamlet.town.tables import menu, timetable
 
 SERVED = 0.9
 """How probably this world model thinks a place to be free."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.learning.losses import log_prob_of, masked_logits
-from pipeline.modules.agent import SHOCK, AgentState, Mind, Thoughts, surprised, tempted
-from pipeline.modules.contracts import METERS, Features, observation_from
-from pipeline.modules.perception import Perception
-from pipeline.modules.policy import BROKE, EARNING, FRESH, IDLING, Policy
-from pipeline.modules.social import Social
-from pipeline.modules.world_model import WorldModel
-from pipeline.town.tables import menu, timetable
+from hamlet.learning.losses import log_prob_of, masked_logits
+from hamlet.modules.agent import SHOCK, AgentState, Mind, Thoughts, surprised, tempted
+from hamlet.modules.contracts import METERS, Features, observation_from
+from hamlet.modules.perception import Perception
+from hamlet.modules.policy import BROKE, EARNING, FRESH, IDLING, Policy
+from hamlet.modules.social import Social
+from hamlet.modules.world_model import WorldModel
+from hamlet.town.tables import menu, timetable
 from stages.agent import thinking
 
 PERIOD, WORLDS = 4, 6

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.modules.contracts import LOOK, RawObservation, TownShape, observation_from
-from pipeline.modules.perception import PLACE_STD_MIN, Perception, PerceptionHeads, packed
-from pipeline.town import Scripted, Town, load_pack
+from hamlet.modules.contracts import LOOK, RawObservation, TownShape, observation_from
+from hamlet.modules.perception import PLACE_STD_MIN, Perception, PerceptionHeads, packed
+from hamlet.town import Scripted, Town, load_pack
 
 
 @pytest.fixture(scope="module")

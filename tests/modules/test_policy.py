@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from pipeline.modules.policy import HOUR_UNITS, Prospects
+from hamlet.modules.policy import HOUR_UNITS, Prospects
 
 ENERGY, MONEY = 0, 3
 MENU = torch.zeros(2, 17)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.modules.social import AGE_UNIT, OFFSET_UNIT, Social
+from hamlet.modules.social import AGE_UNIT, OFFSET_UNIT, Social
 
 
 def test_steps_towards_a_place_are_kept_and_fade_out_of_sight(town, shape):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.proofs.data import Graph, Rule, Triple, build_graph, parse_atom
-from pipeline.proofs.unify import Engine, expand
+from hamlet.proofs.data import Graph, Rule, Triple, build_graph, parse_atom
+from hamlet.proofs.unify import Engine, expand
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "kg"
 

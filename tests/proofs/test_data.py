@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.files import HamletError
-from pipeline.proofs import load_graph
-from pipeline.proofs.data import build_graph, parse_atom, write_graph
-from pipeline.proofs.kinship import kinship_graph
+from hamlet.files import HamletError
+from hamlet.proofs import load_graph
+from hamlet.proofs.data import build_graph, parse_atom, write_graph
+from hamlet.proofs.kinship import kinship_graph
 from tests.proofs.helpers import shared_graph
 
 

@@ -12,10 +12,10 @@ import onnxruntime as ort
 import pytest
 import torch
 
-from pipeline.export.onnx import export_onnx
-from pipeline.files import HamletError, read_json
-from pipeline.learning.rollout import fused_step
-from pipeline.learning.train_prover import (
+from hamlet.export.onnx import export_onnx
+from hamlet.files import HamletError, read_json
+from hamlet.learning.rollout import fused_step
+from hamlet.learning.train_prover import (
     Choice,
     Student,
     TrainConfig,
@@ -24,13 +24,13 @@ from pipeline.learning.train_prover import (
     rank,
     train_prover,
 )
-from pipeline.proofs import ask, build_world, load_prover, save_prover
-from pipeline.proofs.data import Triple
-from pipeline.proofs.kinship import found_families, kinship_graph, relations
-from pipeline.proofs.picture import DERIVED, FACT, draw_proof
-from pipeline.proofs.ranking import evaluate_scores, pose, sampled_negatives
-from pipeline.proofs.saved import example_inputs
-from pipeline.proofs.trace import Proof, prove
+from hamlet.proofs import ask, build_world, load_prover, save_prover
+from hamlet.proofs.data import Triple
+from hamlet.proofs.kinship import found_families, kinship_graph, relations
+from hamlet.proofs.picture import DERIVED, FACT, draw_proof
+from hamlet.proofs.ranking import evaluate_scores, pose, sampled_negatives
+from hamlet.proofs.saved import example_inputs
+from hamlet.proofs.trace import Proof, prove
 from tests.proofs.helpers import consequences, graph_of
 
 TINY = TrainConfig(

@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.learning.train_prover import build_prover, prove_all
-from pipeline.proofs.closure import close
-from pipeline.proofs.search import find_proofs, follow, roomy
-from pipeline.proofs.trace import prove
-from pipeline.proofs.unify import Budget, build_engine
-from pipeline.proofs.world import ProofWorld, WorldConfig
+from hamlet.learning.train_prover import build_prover, prove_all
+from hamlet.proofs.closure import close
+from hamlet.proofs.search import find_proofs, follow, roomy
+from hamlet.proofs.trace import prove
+from hamlet.proofs.unify import Budget, build_engine
+from hamlet.proofs.world import ProofWorld, WorldConfig
 from tests.proofs.helpers import all_atoms, consequences, graph_of, ids_of
 from tests.proofs.test_unify import ENTITIES, PREDICATES, knowledge_bases
 

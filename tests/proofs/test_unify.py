@@ -7,10 +7,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipeline.proofs.closure import close
-from pipeline.proofs.data import Triple, build_graph, parse_atom
-from pipeline.proofs.knowledge import find
-from pipeline.proofs.unify import Budget, build_engine, canonical, compact, expand, state_hash
+from hamlet.proofs.closure import close
+from hamlet.proofs.data import Triple, build_graph, parse_atom
+from hamlet.proofs.knowledge import find
+from hamlet.proofs.unify import Budget, build_engine, canonical, compact, expand, state_hash
 from tests.proofs.helpers import consequences, graph_of, ids_of, rule, search
 
 ENTITIES = ("a", "b", "c")

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipeline.files import HamletError
-from pipeline.learning.train_prover import build_prover, expert_action, prove_all
-from pipeline.proofs import ProofWorld, WorldConfig, build_world, load_graph
-from pipeline.proofs.closure import close
-from pipeline.proofs.kinship import kinship_graph
-from pipeline.proofs.knowledge import find
-from pipeline.proofs.unify import Budget
+from hamlet.files import HamletError
+from hamlet.learning.train_prover import build_prover, expert_action, prove_all
+from hamlet.proofs import ProofWorld, WorldConfig, build_world, load_graph
+from hamlet.proofs.closure import close
+from hamlet.proofs.kinship import kinship_graph
+from hamlet.proofs.knowledge import find
+from hamlet.proofs.unify import Budget
 from tests.proofs.helpers import graph_of, shared_graph
 
 DATA = ("kinship", "family", "nations", "countries_s1", "countries_s2", "countries_s3")

@@ -13,8 +13,8 @@ from benchmarks.serving import another
 
 @pytest.fixture(scope="session")
 def shape():
-    from pipeline.modules.contracts import TownShape
-    from pipeline.town import Town, load_pack
+    from hamlet.modules.contracts import TownShape
+    from hamlet.town import Town, load_pack
 
     return TownShape.of(Town(load_pack("l4_contention"), num_layouts=8))
 
@@ -24,15 +24,15 @@ def mind(shape):
     """A whole mind with random weights, and example inputs by name."""
     import torch
 
-    from pipeline.modules.agent import AgentState, Mind
-    from pipeline.modules.contracts import RawObservation, observation_from
-    from pipeline.modules.perception import Perception
-    from pipeline.modules.policy import Policy
-    from pipeline.modules.social import Social
-    from pipeline.modules.world_model import WorldModel
-    from pipeline.serving.agent import STATE
-    from pipeline.town import Town, load_pack
-    from pipeline.town.tables import menu, timetable
+    from hamlet.modules.agent import AgentState, Mind
+    from hamlet.modules.contracts import RawObservation, observation_from
+    from hamlet.modules.perception import Perception
+    from hamlet.modules.policy import Policy
+    from hamlet.modules.social import Social
+    from hamlet.modules.world_model import WorldModel
+    from hamlet.serving.agent import STATE
+    from hamlet.town import Town, load_pack
+    from hamlet.town.tables import menu, timetable
     from stages.agent import blank
 
     torch.manual_seed(3)
@@ -56,10 +56,10 @@ def mind(shape):
 @pytest.fixture(scope="session")
 def agent(mind, shape, tmp_path_factory) -> Path:
     """The mind exported as the stage `agent` does it, with its card."""
-    from pipeline.export.frozen import tensor_schema
-    from pipeline.export.onnx import OPSET, export_mind
-    from pipeline.files import write_card
-    from pipeline.modules.contracts import SOCIAL_REASONS, UNCERTAINTY_REASONS
+    from hamlet.export.frozen import tensor_schema
+    from hamlet.export.onnx import OPSET, export_mind
+    from hamlet.files import write_card
+    from hamlet.modules.contracts import SOCIAL_REASONS, UNCERTAINTY_REASONS
     from stages.agent import OUTPUTS, limits
 
     module, inputs = mind
@@ -88,8 +88,8 @@ def seen() -> list[dict[str, np.ndarray]]:
     """What 32 agents see in 40 ticks of town life, agent by agent, without a batch."""
     import torch
 
-    from pipeline.modules.contracts import RawObservation
-    from pipeline.town import Town, load_pack
+    from hamlet.modules.contracts import RawObservation
+    from hamlet.town import Town, load_pack
 
     town = Town(load_pack("l4_contention"), num_layouts=8)
     rng = torch.Generator().manual_seed(5)
@@ -115,9 +115,9 @@ def server(agent):
 @pytest.fixture
 def engine(agent):
     """An engine of its own for each test, with the agent current."""
-    from pipeline.serving.agent import OnnxAgent
-    from pipeline.serving.engine import Engine
-    from pipeline.serving.metrics import Metrics
+    from hamlet.serving.agent import OnnxAgent
+    from hamlet.serving.engine import Engine
+    from hamlet.serving.metrics import Metrics
 
     engine = Engine(Metrics(), 100, 60.0)
     engine.install(engine.prepare(OnnxAgent(agent), "1"))

@@ -50,7 +50,7 @@ class Served:
     def __init__(
         self, source: Path | str, *options: str, env: dict[str, str] | None = None, before: str = ""
     ) -> None:
-        code = f"{before}\nfrom pipeline.cli import app\napp()"
+        code = f"{before}\nfrom hamlet.cli import app\napp()"
         command = [sys.executable, "-c", code, "serve", str(source), "--port", "0", *options]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
         self.log: list[dict[str, Any]] = []

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.serving import json_request
-from pipeline.serving import protocol
-from pipeline.serving.engine import MAX_BATCH, MAX_DEEP, Item
-from pipeline.serving.model import pack
+from hamlet.serving import protocol
+from hamlet.serving.engine import MAX_BATCH, MAX_DEEP, Item
+from hamlet.serving.model import pack
 
 
 async def all_ask(engine, lives, seen) -> None:

@@ -9,10 +9,10 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from benchmarks.serving import binary_request, json_request
-from pipeline.serving.app import App
-from pipeline.serving.connection import Connection
-from pipeline.serving.protocol import MAX_KNOWN_BYTES, Parser
-from pipeline.serving.server import Sweeper
+from hamlet.serving.app import App
+from hamlet.serving.connection import Connection
+from hamlet.serving.protocol import MAX_KNOWN_BYTES, Parser
+from hamlet.serving.server import Sweeper
 
 
 @pytest.mark.parametrize("way", ["short", "uvicorn's"])

@@ -13,7 +13,7 @@ from served import Served, action_of, lives_by_raw_onnxruntime
 
 from benchmarks.serving import binary_request, json_request, put
 from benchmarks.serving_load import load
-from pipeline.serving.agent import OnnxAgent
+from hamlet.serving.agent import OnnxAgent
 
 
 def test_a_row_is_the_same_bits_in_every_batch(agent, seen):

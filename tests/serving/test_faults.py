@@ -20,8 +20,8 @@ from served import INFER, Served, action_of, lives_by_raw_onnxruntime
 
 from benchmarks.serving import binary_request, http, json_request, observations, put
 from benchmarks.serving_load import load
-from pipeline.serving.agent import OnnxAgent
-from pipeline.serving.app import MAX_BODY, MAX_IGNORED
+from hamlet.serving.agent import OnnxAgent
+from hamlet.serving.app import MAX_BODY, MAX_IGNORED
 
 
 def talk_raw(server: Served, data: bytes, *, close: bool = False, seconds: float = 30) -> bytes:
@@ -386,7 +386,7 @@ def test_a_card_whose_graph_is_another_is_refused(agent, seen, tmp_path):
     import onnx
     from onnx import TensorProto, helper
 
-    from pipeline.files import write_card
+    from hamlet.files import write_card
 
     path = tmp_path / agent.name
     put(agent, path)

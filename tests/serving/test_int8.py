@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.export import int8
-from pipeline.files import HamletError
-from pipeline.serving.agent import OnnxAgent
+from hamlet.export import int8
+from hamlet.files import HamletError
+from hamlet.serving.agent import OnnxAgent
 
 
 def test_the_gate_lets_through_and_refuses(agent, tmp_path, monkeypatch):

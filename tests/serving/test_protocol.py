@@ -15,8 +15,8 @@ from served import INFER, Served, lives_by_raw_onnxruntime
 from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
 from benchmarks.serving import binary_request, json_request
-from pipeline.serving.agent import OnnxAgent
-from pipeline.serving.client import Agent
+from hamlet.serving.agent import OnnxAgent
+from hamlet.serving.client import Agent
 
 NAME = "hamlet-agent"
 
@@ -76,7 +76,7 @@ def test_tritonclient_plays_a_life(client, agent, seen, binary, name):
 
 
 def lives_of(agent, rows, name) -> list[int]:
-    from pipeline.serving.engine import rng_of
+    from hamlet.serving.engine import rng_of
 
     batches = [[row] for row in rows]
     return lives_by_raw_onnxruntime(agent, batches, [rng_of(str(name))])[:, 0].tolist()

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from served import lives_by_raw_onnxruntime
 
-from pipeline.serving.agent import OnnxAgent
-from pipeline.serving.pyfunc import save
+from hamlet.serving.agent import OnnxAgent
+from hamlet.serving.pyfunc import save
 
 
 def test_a_loaded_model_carries_the_state(agent, seen, tmp_path):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from served import Served
 
-from pipeline.files import check_card
-from pipeline.serving.agent import OnnxAgent
+from hamlet.files import check_card
+from hamlet.serving.agent import OnnxAgent
 
 CHAMPION = "models:/hamlet-agent@champion"
 
@@ -20,7 +20,7 @@ CHAMPION = "models:/hamlet-agent@champion"
 def registry(agent, other, tmp_path, monkeypatch):
     """A repository whose registry holds two agents: 1 is `agent`, 2 `other`, the champion 1."""
     mlflow = pytest.importorskip("mlflow")
-    from pipeline import tracking
+    from hamlet import tracking
     from stages import register
 
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "DVC_ROOT"):

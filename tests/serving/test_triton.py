@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.export.triton import MAX_BATCH, write_repository
-from pipeline.ort import open_unchecked
-from pipeline.serving.agent import OnnxAgent
+from hamlet.export.triton import MAX_BATCH, write_repository
+from hamlet.ort import open_unchecked
+from hamlet.serving.agent import OnnxAgent
 
 
 @pytest.fixture(scope="module")

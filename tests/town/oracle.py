@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pipeline.town import Pack
+from hamlet.town import Pack
 
 f32 = np.float32
 M32 = 0xFFFFFFFF

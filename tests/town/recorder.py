@@ -13,7 +13,7 @@ import random
 import numpy as np
 from oracle import Agent, Rules, f32, tick_world
 
-from pipeline.town import Pack
+from hamlet.town import Pack
 
 
 def record(pack: Pack, worlds: int, ticks: int, seed: int) -> dict[str, np.ndarray]:

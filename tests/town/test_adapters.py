@@ -10,14 +10,14 @@ def test_gymnasium_env_passes_its_checker():
     pytest.importorskip("gymnasium")
     from gymnasium.utils.env_checker import check_env
 
-    from pipeline.town.adapters.gymnasium_env import TownEnv
+    from hamlet.town.adapters.gymnasium_env import TownEnv
 
     check_env(TownEnv(render_mode="rgb_array"), skip_render_check=False)
 
 
 def test_gymnasium_vector_env_resets_in_the_same_step():
     pytest.importorskip("gymnasium")
-    from pipeline.town.adapters.gymnasium_env import TownVectorEnv
+    from hamlet.town.adapters.gymnasium_env import TownVectorEnv
 
     env = TownVectorEnv(3, names=["random"])
     observation, _ = env.reset(seed=1)
@@ -41,7 +41,7 @@ def test_pettingzoo_env_passes_its_checker():
     pytest.importorskip("pettingzoo")
     from pettingzoo.test import parallel_api_test
 
-    from pipeline.town.adapters.pettingzoo_env import TownParallelEnv
+    from hamlet.town.adapters.pettingzoo_env import TownParallelEnv
 
     parallel_api_test(TownParallelEnv(), num_cycles=300)
 
@@ -50,7 +50,7 @@ def test_torchrl_env_passes_its_checker():
     pytest.importorskip("torchrl")
     from torchrl.envs.utils import check_env_specs
 
-    from pipeline.town.adapters.torchrl_env import TownTorchRLEnv
+    from hamlet.town.adapters.torchrl_env import TownTorchRLEnv
 
     env = TownTorchRLEnv(4)
     check_env_specs(env)
@@ -60,7 +60,7 @@ def test_torchrl_env_passes_its_checker():
 @pytest.mark.slow
 def test_a_stock_ppo_trains_through_the_gymnasium_adapter():
     library = pytest.importorskip("stable_baselines3")
-    from pipeline.town.adapters.gymnasium_env import TownEnv
+    from hamlet.town.adapters.gymnasium_env import TownEnv
 
     model = library.PPO("MlpPolicy", TownEnv(names=["rest"]), n_steps=256, batch_size=64, seed=0)
     before = model.policy.state_dict()["action_net.weight"].clone()

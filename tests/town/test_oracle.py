@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import Agent, show_cues, tick_world
 
-from pipeline.town import Scripted, Town, load_pack
+from hamlet.town import Scripted, Town, load_pack
 
 ZOO = Path(__file__).parent / "zoo.yaml"
 PACKS = {

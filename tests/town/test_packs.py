@@ -7,9 +7,9 @@ import copy
 import pytest
 import yaml
 
-from pipeline.town import PackError, Town, load_pack
-from pipeline.town.config import PACKS
-from pipeline.town.validate import check_survivable
+from hamlet.town import PackError, Town, load_pack
+from hamlet.town.config import PACKS
+from hamlet.town.validate import check_survivable
 
 LEVELS = (
     "l0_full_view", "l1_economy", "l2_fog", "l3_hours", "l4_contention", "l5_changing", "l6_family",

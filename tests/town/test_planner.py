@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from pipeline.town import Scripted, Town, load_pack
-from pipeline.town.planner import Planner
-from pipeline.town.tune import HELD_OUT_LAYOUTS, play
+from hamlet.town import Scripted, Town, load_pack
+from hamlet.town.planner import Planner
+from hamlet.town.tune import HELD_OUT_LAYOUTS, play
 
 
 def lone_town(lifespan: int) -> Town:

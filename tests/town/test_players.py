@@ -10,10 +10,10 @@ import yaml
 from rich.progress import Progress
 
 from benchmarks.discriminate import REQUIRED, loss, measure
-from pipeline.town import Scripted, Town, load_pack, personalities
-from pipeline.town.config import PACKS, build_pack
-from pipeline.town.town import INTERACT, LEFT, RIGHT, WAIT
-from pipeline.town.tune import HELD_OUT_LAYOUTS, play
+from hamlet.town import Scripted, Town, load_pack, personalities
+from hamlet.town.config import PACKS, build_pack
+from hamlet.town.town import INTERACT, LEFT, RIGHT, WAIT
+from hamlet.town.tune import HELD_OUT_LAYOUTS, play
 
 BASE = yaml.safe_load((PACKS / "l4_contention.yaml").read_text())
 PLACES = [place["name"] for place in BASE["affordances"]]

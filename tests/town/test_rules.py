@@ -12,8 +12,8 @@ from recorder import record
 
 from benchmarks.town_parity import main as parity
 from benchmarks.town_parity import replay
-from pipeline.learning.compiling import compiled
-from pipeline.town import Scripted, Town, load_pack
+from hamlet.learning.compiling import compiled
+from hamlet.town import Scripted, Town, load_pack
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "hamlet"
 LEVELS = ("L1_full_observability", "L2_partial_observability", "L3_temporal_mechanics")
@@ -136,7 +136,7 @@ def test_memory_per_agent_is_small():
 @pytest.mark.slow
 def test_contention_is_fair():
     """Over 2,000 lives of equal agents no slot's mean return stands out of its interval."""
-    from pipeline.town.tune import play as lives
+    from hamlet.town.tune import play as lives
 
     returns = lives(TOWN, Scripted(TOWN, ["expert_ignoring"]), 11, 512)["returns"][:, 0]
     mean, error = returns.mean(0), returns.std(0) / len(returns) ** 0.5

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.town import Scripted, Town, counter_uniform, load_pack
+from hamlet.town import Scripted, Town, counter_uniform, load_pack
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import yaml
 
-from pipeline.town import load_pack
-from pipeline.town.tune import main
+from hamlet.town import load_pack
+from hamlet.town.tune import main
 
 QUICK = ["--generations", "2", "--candidates", "4", "--worlds", "1"]
 MINE = """# My town.

@@ -7,7 +7,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from pipeline.town.town import Town
+from hamlet.town.town import Town
 
 
 def flat_size(town: Town) -> int:

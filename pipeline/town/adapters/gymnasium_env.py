@@ -11,11 +11,11 @@ import torch
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from pipeline.town.adapters.flat import flat_observation, flat_size
-from pipeline.town.config import load_pack
-from pipeline.town.players import Scripted
-from pipeline.town.render import render_png
-from pipeline.town.town import Town
+from hamlet.town.adapters.flat import flat_observation, flat_size
+from hamlet.town.config import load_pack
+from hamlet.town.players import Scripted
+from hamlet.town.render import render_png
+from hamlet.town.town import Town
 
 
 class TownVectorEnv(VectorEnv):

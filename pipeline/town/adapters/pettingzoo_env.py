@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from pettingzoo import ParallelEnv
 
-from pipeline.town.adapters.flat import flat_observation, flat_size
-from pipeline.town.config import load_pack
-from pipeline.town.render import render_png
-from pipeline.town.town import Town
+from hamlet.town.adapters.flat import flat_observation, flat_size
+from hamlet.town.config import load_pack
+from hamlet.town.render import render_png
+from hamlet.town.town import Town
 
 
 class TownParallelEnv(ParallelEnv):

@@ -7,9 +7,9 @@ from tensordict import TensorDict
 from torchrl.data import Binary, Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
-from pipeline.town.adapters.flat import flat_observation, flat_size
-from pipeline.town.config import load_pack
-from pipeline.town.town import Town
+from hamlet.town.adapters.flat import flat_observation, flat_size
+from hamlet.town.config import load_pack
+from hamlet.town.town import Town
 
 
 class TownTorchRLEnv(EnvBase):

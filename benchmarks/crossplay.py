@@ -25,8 +25,8 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
+from hamlet.artifacts import HamletError, atomic_path, write_json
 from hamlet.export.frozen_policy import load_policy
-from hamlet.files import HamletError, atomic_path, write_json
 from hamlet.learning.population import Characters, Seat, Selves, play
 from hamlet.modules.agent import Mind
 from hamlet.modules.contracts import TownShape

@@ -24,7 +24,7 @@ import torch
 from rich.progress import Progress
 from torch import Tensor
 
-from hamlet.files import atomic_path, write_json
+from hamlet.artifacts import atomic_path, write_json
 from hamlet.town import PackError, Scripted, Town, load_pack
 from hamlet.town.config import Pack
 from hamlet.town.tune import HELD_OUT_LAYOUTS, play

@@ -32,7 +32,7 @@ from torch import multiprocessing
 
 from benchmarks.scaling import RESULTS as MEASURED
 from benchmarks.scaling import STEPS, WARM_UP, Clock, free_port, trainings
-from hamlet.files import HamletError
+from hamlet.artifacts import HamletError
 from hamlet.learning.distributed import joined
 
 RESULTS = Path(__file__).parent / "results" / "estimate.json"

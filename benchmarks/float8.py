@@ -26,8 +26,8 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
+from hamlet.artifacts import HamletError
 from hamlet.export.frozen import load_frozen
-from hamlet.files import HamletError
 from hamlet.learning.train_perception import train_perception
 from hamlet.learning.train_world_model import experience, train_world_model
 from hamlet.modules.agent import IMAGINED_DISCOUNT

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from benchmarks import learning_peers as peers
 from benchmarks.learning_ticks import Greedy, Setting, Ticks, rollouts
-from hamlet.files import HamletError
+from hamlet.artifacts import HamletError
 from hamlet.learning.learner import Learner
 from hamlet.learning.precision import Precision, best_precision
 from hamlet.learning.train_policy import train_policy

@@ -33,7 +33,7 @@ from gymnasium.vector.utils import batch_space
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from hamlet.files import HamletError
+from hamlet.artifacts import HamletError
 from hamlet.town import Town
 from hamlet.town.adapters.flat import flat_observation, flat_size
 from hamlet.town.adapters.gymnasium_env import TownEnv, TownVectorEnv

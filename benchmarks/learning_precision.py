@@ -29,7 +29,7 @@ from rich.progress import track
 from torch import Tensor
 
 from benchmarks.learning_ticks import Setting
-from hamlet.files import HamletError
+from hamlet.artifacts import HamletError
 from hamlet.learning.train_policy import train_policy
 from hamlet.params import Params, load_params
 from stages.common import cores, prepare_torch

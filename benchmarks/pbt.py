@@ -26,8 +26,8 @@ import torch
 from rich.progress import track
 
 from benchmarks.study_report import interval
+from hamlet.artifacts import HamletError, sha256_json
 from hamlet.export.frozen import load_frozen
-from hamlet.files import HamletError, sha256_json
 from hamlet.learning.engines import processes
 from hamlet.learning.pbt import evolve, winner
 from hamlet.learning.train_social import with_labels

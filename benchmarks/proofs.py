@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from hamlet.files import HamletError, read_json, write_json
+from hamlet.artifacts import HamletError, read_json, write_json
 from hamlet.learning.rollout import fused_step
 from hamlet.learning.train_prover import (
     Proven,

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, multiprocessing
 
+from hamlet.artifacts import HamletError
 from hamlet.export.frozen import load_frozen
-from hamlet.files import HamletError
 from hamlet.learning.beliefs import believe
 from hamlet.learning.distributed import joined
 from hamlet.learning.train_perception import train_perception

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.study_report import interval
-from hamlet.files import HamletError, atomic_path, read_json, write_json
+from hamlet.artifacts import HamletError, atomic_path, read_json, write_json
 from hamlet.params import load_params
 
 RESULTS = Path(__file__).parent / "results" / "seeds"

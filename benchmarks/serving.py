@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.serving_load import Talk, load
-from hamlet.files import HamletError, write_card
+from hamlet.artifacts import HamletError, write_card
 from hamlet.serving.agent import NEXT, STATE, OnnxAgent
 from hamlet.serving.client import Agent
 from hamlet.serving.model import DATATYPES

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 from benchmarks.monolith import MonolithLives, train_monolith
 from benchmarks.study_report import SEATED, VARIANTS, plot, report, table
-from hamlet.files import HamletError, atomic_path, read_json, sha256_json, write_json
+from hamlet.artifacts import HamletError, atomic_path, read_json, sha256_json, write_json
 from hamlet.learning.learner import ACTION_STREAM, GOAL_STREAM, forget, gumbel
 from hamlet.learning.population import Characters, Selves, play
 from hamlet.learning.rollout import Record, evaluate, fused_step

@@ -17,7 +17,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from scipy.stats import t as student
 
-from hamlet.files import atomic_path
+from hamlet.artifacts import atomic_path
 
 VARIANTS = {
     "full": "the whole agent",

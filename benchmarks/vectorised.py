@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state, vmap
 
 from benchmarks.pbt import shared
-from hamlet.files import HamletError, write_json
+from hamlet.artifacts import HamletError, write_json
 from hamlet.learning.sequences import Lanes
 from hamlet.learning.train_social import social_loss
 from hamlet.learning.tune_social import opened

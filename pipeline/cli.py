@@ -23,7 +23,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from hamlet.files import HamletError, atomic_path, how_to_make
+from hamlet.artifacts import HamletError, atomic_path, how_to_make
 
 AGENT = Path("artifacts/agent.onnx")
 PROVER = Path("artifacts/prover")

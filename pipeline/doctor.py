@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hamlet.files import HamletError, check_card, read_json
+from hamlet.artifacts import HamletError, check_card, read_json
 
 AGENT = Path("artifacts/agent.onnx")
 EXTRAS = {

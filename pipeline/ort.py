@@ -14,7 +14,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from hamlet.files import HamletError, check_card, how_to_make
+from hamlet.artifacts import HamletError, check_card, how_to_make
 
 # Distributions that all install the same `onnxruntime` package, over one another.
 _BUILD = re.compile(r"^(onnxruntime|ort)(-(gpu|nightly|nightly-gpu|directml|openvino|qnn|rocm))?$")

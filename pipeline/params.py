@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from hamlet.files import HamletError
+from hamlet.artifacts import HamletError
 
 
 class Section(BaseModel):

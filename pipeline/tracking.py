@@ -27,7 +27,7 @@ import psutil
 from filelock import FileLock
 from pydantic import BaseModel
 
-from hamlet.files import write_json
+from hamlet.artifacts import write_json
 
 # Set before anything imports mlflow: nothing is sent anywhere.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from hamlet.artifacts import HamletError, write_card, write_json
 from hamlet.export.frozen import load_frozen, tensor_schema
 from hamlet.export.frozen_policy import load_policy
 from hamlet.export.onnx import OPSET, export_mind
 from hamlet.export.triton import write_repository
-from hamlet.files import HamletError, write_card, write_json
 from hamlet.modules.agent import AgentState, Mind, Thoughts
 from hamlet.modules.contracts import (
     METERS,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from hamlet.files import HamletError, atomic_dir, require_space, write_card, write_json
+from hamlet.artifacts import HamletError, atomic_dir, require_space, write_card, write_json
 from hamlet.modules.contracts import OBSERVATION_DTYPES, TownShape, others_of
 from hamlet.params import Params
 from hamlet.town import Scripted, Town, load_pack

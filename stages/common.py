@@ -32,7 +32,7 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from hamlet.files import HamletError, how_to_make, sha256_json, sha256_path
+from hamlet.artifacts import HamletError, how_to_make, sha256_json, sha256_path
 from hamlet.params import Params, load_params
 from hamlet.tracking import StageRun, is_dvc, repo_root, stage_run
 

@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from hamlet.files import HamletError, check_card, how_to_make
+from hamlet.artifacts import HamletError, check_card, how_to_make
 from hamlet.learning.beliefs import believe
 from hamlet.modules.contracts import TownShape, validate_observation
 from hamlet.params import Params

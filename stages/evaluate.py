@@ -11,7 +11,7 @@ from PIL import Image
 from tensordict import TensorDict
 from torch import Tensor
 
-from hamlet.files import atomic_path, read_json, write_json
+from hamlet.artifacts import atomic_path, read_json, write_json
 from hamlet.learning.rollout import Record, evaluate, fused_step
 from hamlet.modules.contracts import UNCERTAINTY_REASONS
 from hamlet.serving.agent import STATE, Arrays, OnnxAgent

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hamlet.artifacts import HamletError, check_card, write_json
 from hamlet.export.frozen import freeze, load_frozen, prove_parity
-from hamlet.files import HamletError, check_card, write_json
 from hamlet.modules.contracts import BeliefDistribution, TownShape
 from hamlet.modules.perception import Perception
 from hamlet.town import load_pack

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hamlet.files import HamletError, atomic_path
+from hamlet.artifacts import HamletError, atomic_path
 from hamlet.profiling import Watch, profiled
 from stages.common import PROFILE, Stage, progress
 

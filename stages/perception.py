@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hamlet.files import atomic_path, write_card, write_json
+from hamlet.artifacts import atomic_path, write_card, write_json
 from hamlet.learning.train_perception import evaluate_perception, train_perception
 from stages import paths
 from stages.common import stage

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from hamlet.artifacts import atomic_path, write_card, write_json
 from hamlet.export.frozen import freeze, load_frozen
-from hamlet.files import atomic_path, write_card, write_json
 from hamlet.learning.learner import first_state
 from hamlet.learning.train_policy import goal_targets, train_policy
 from hamlet.modules.agent import AgentState, Mind

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hamlet.artifacts import atomic_dir, check_card, write_json
 from hamlet.export.frozen_policy import load_policy
-from hamlet.files import atomic_dir, check_card, write_json
 from hamlet.learning.population import (
     Characters,
     Selves,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from hamlet.artifacts import atomic_path, write_card, write_json
 from hamlet.export.onnx import export_onnx
-from hamlet.files import atomic_path, write_card, write_json
 from hamlet.learning.train_prover import TrainConfig, build_prover, train_prover
 from hamlet.proofs import build_world, open_graph, save_prover
 from hamlet.proofs.saved import example_inputs

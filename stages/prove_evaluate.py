@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from PIL import Image
 
-from hamlet.files import atomic_path, write_json
+from hamlet.artifacts import atomic_path, write_json
 from hamlet.learning.train_prover import rank
 from hamlet.proofs import load_prover
 from hamlet.proofs.knowledge import find

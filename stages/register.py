@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hamlet import tracking
-from hamlet.files import HamletError, check_card, how_to_make, read_json, write_json
+from hamlet.artifacts import HamletError, check_card, how_to_make, read_json, write_json
 from hamlet.ort import check_runtime
 from hamlet.params import Params, load_params
 from hamlet.tracking import CHAMPION, MODEL, PROVER_MODEL, StageRun, stage_run

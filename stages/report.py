@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hamlet.files import atomic_path
+from hamlet.artifacts import atomic_path
 
 # metric, what it says, the metric it must beat (None: stands alone)
 MODULE_ROWS: dict[str, list[tuple[str, str, str | None]]] = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from hamlet.artifacts import write_json
 from hamlet.export.frozen import freeze, load_frozen
-from hamlet.files import write_json
 from hamlet.learning.train_social import evaluate_social, train_social, with_labels
 from hamlet.modules.contracts import SocialPrediction
 from stages import paths

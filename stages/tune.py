@@ -15,8 +15,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from hamlet.artifacts import atomic_path, write_json
 from hamlet.export.frozen import load_frozen
-from hamlet.files import atomic_path, write_json
 from hamlet.learning.engines import processes, ray_tune
 from hamlet.learning.pbt import Turn, checkpoint_of, evolve, lineage, winner
 from hamlet.learning.train_social import with_labels

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from hamlet.artifacts import write_json
 from hamlet.export.frozen import freeze, load_frozen
-from hamlet.files import write_json
 from hamlet.learning.train_world_model import (
     calibrate,
     evaluate_world_model,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.crossplay import main, measure, resident, table
-from hamlet.files import HamletError
+from hamlet.artifacts import HamletError
 from hamlet.learning.population import Characters
 from hamlet.params import load_params
 from hamlet.town import Scripted

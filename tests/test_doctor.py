@@ -15,8 +15,8 @@ import pytest
 from onnx import TensorProto, helper
 
 from hamlet import doctor, tracking
+from hamlet.artifacts import write_card, write_json
 from hamlet.doctor import Check, report
-from hamlet.files import write_card, write_json
 
 ROOT = Path(__file__).parents[1]
 

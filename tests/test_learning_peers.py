@@ -12,7 +12,7 @@ pytest.importorskip("gymnasium", reason="the adapters extra is not installed")
 
 from benchmarks.learning_peers import REWARD_SCALE, Clock, Everyone, LstmPolicy, LstmPPO, measure
 from benchmarks.recurrent_dqn import RecurrentDQN
-from hamlet.files import HamletError
+from hamlet.artifacts import HamletError
 from hamlet.town import Town, load_pack
 
 SMALL = {"worlds": 4, "rollout": 8, "epochs": 1, "minibatches": 2, "hidden": 16}

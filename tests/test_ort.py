@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from hamlet.files import HamletError, write_card
+from hamlet.artifacts import HamletError, write_card
 from hamlet.ort import check_runtime, installed_runtimes, open_session, open_unchecked
 
 ROOT = Path(__file__).parents[1]
@@ -99,7 +99,7 @@ def in_environment(folder, *names):
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.19.0\n")
     code = (
-        "from hamlet.files import HamletError\nfrom hamlet.ort import check_runtime\n"
+        "from hamlet.artifacts import HamletError\nfrom hamlet.ort import check_runtime\n"
         "try:\n    print(check_runtime())\nexcept HamletError as e:\n    print(e)"
     )
     path = os.pathsep.join([str(folder), str(ROOT)])

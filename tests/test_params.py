@@ -8,7 +8,7 @@ import pytest
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from hamlet.files import HamletError
+from hamlet.artifacts import HamletError
 from hamlet.params import Params, Section, load_model, load_params
 
 ROOT = Path(__file__).parents[1]

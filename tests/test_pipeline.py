@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hamlet.files import sha256_file
+from hamlet.artifacts import sha256_file
 from stages.report import society
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,7 @@ from mlflow.tracking import MlflowClient
 from onnx import TensorProto, helper, numpy_helper
 
 from hamlet import tracking
-from hamlet.files import write_card, write_json
+from hamlet.artifacts import write_card, write_json
 from hamlet.tracking import tracking_uri
 from stages import register
 

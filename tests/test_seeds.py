@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import seeds
-from hamlet.files import HamletError
+from hamlet.artifacts import HamletError
 
 
 def run(seed: int, **other: float) -> dict:

@@ -24,7 +24,7 @@ from benchmarks.study import (
     trained_rival,
 )
 from benchmarks.study_report import VARIANTS, report, table
-from hamlet.files import HamletError
+from hamlet.artifacts import HamletError
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.checkpoint import Checkpoint
 from hamlet.learning.learner import Learner, Memory

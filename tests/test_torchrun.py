@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from hamlet.files import sha256_file
+from hamlet.artifacts import sha256_file
 
 pytestmark = pytest.mark.slow
 

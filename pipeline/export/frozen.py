@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hamlet.files import HamletError, atomic_path, check_card, how_to_make, write_card
+from hamlet.artifacts import HamletError, atomic_path, check_card, how_to_make, write_card
 
 PARITY_BATCHES = (1, 7, 256)
 

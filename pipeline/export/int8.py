@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from hamlet.files import HamletError, atomic_path, write_card
+from hamlet.artifacts import HamletError, atomic_path, write_card
 from hamlet.serving.agent import STATE, Arrays, OnnxAgent
 
 GATE = 0.995  # share of actions that must be equal

@@ -16,8 +16,8 @@ import torch
 from onnx import TensorProto, helper
 from torch import Tensor, nn
 
+from hamlet.artifacts import atomic_path
 from hamlet.export.frozen import Flat, quiet
-from hamlet.files import atomic_path
 
 if TYPE_CHECKING:
     from hamlet.modules.agent import Mind

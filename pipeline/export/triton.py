@@ -18,7 +18,7 @@ from typing import Any
 import onnx
 from onnx import TensorProto, helper
 
-from hamlet.files import atomic_dir
+from hamlet.artifacts import atomic_dir
 from hamlet.serving.agent import NEXT, STATE
 from hamlet.serving.model import NAME
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hamlet.files import HamletError, atomic_path
+from hamlet.artifacts import HamletError, atomic_path
 from hamlet.learning import distributed
 
 

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hamlet.files import HamletError
+from hamlet.artifacts import HamletError
 
 T = TypeVar("T")
 # A rank that is silent for so long is lost; the first one compiles meanwhile, or saves.

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hamlet.files import HamletError
+from hamlet.artifacts import HamletError
 from hamlet.learning.pbt import Engine, Train, Turn
 
 RESTARTS = 3  # per generation

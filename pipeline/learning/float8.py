@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from hamlet.files import HamletError
+from hamlet.artifacts import HamletError
 from hamlet.learning.precision import Precision, best_precision
 from hamlet.learning.update import Loss
 from hamlet.params import ModulePrecision

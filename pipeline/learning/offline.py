@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from hamlet.files import HamletError
+from hamlet.artifacts import HamletError
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.log import Log
 from hamlet.learning.losses import (

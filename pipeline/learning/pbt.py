@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hamlet.files import HamletError, atomic_path
+from hamlet.artifacts import HamletError, atomic_path
 from hamlet.params import TuneParams
 
 FACTORS = (0.8, 1.25)  # explore: each setting times one of these

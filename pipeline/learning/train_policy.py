@@ -24,7 +24,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from hamlet.files import HamletError
+from hamlet.artifacts import HamletError
 from hamlet.learning import distributed
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.checkpoint import Checkpoint

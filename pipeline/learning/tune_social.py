@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn import functional as F
 
-from hamlet.files import atomic_dir, read_json, write_json
+from hamlet.artifacts import atomic_dir, read_json, write_json
 from hamlet.learning.pbt import Turn, started
 from hamlet.learning.precision import set_precision
 from hamlet.learning.sequences import per_agent

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hamlet.files import HamletError
+from hamlet.artifacts import HamletError
 
 SPLITS = ("train", "valid", "test")
 _ATOM = re.compile(r"([^\s(),]+)\(\s*([^\s(),]+)\s*,\s*([^\s(),]+)\s*\)")

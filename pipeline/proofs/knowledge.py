@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hamlet.files import HamletError
+from hamlet.artifacts import HamletError
 from hamlet.proofs.data import Graph, Rule, atom_key
 
 MAX_TABLE = 1 << 28  # entries of one (predicate, entity) offset table

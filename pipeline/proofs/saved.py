@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from hamlet.files import HamletError, atomic_dir, check_card, read_json, write_card, write_json
+from hamlet.artifacts import HamletError, atomic_dir, check_card, read_json, write_card, write_json
 from hamlet.proofs.closure import close
 from hamlet.proofs.data import Graph, load_graph, write_graph
 from hamlet.proofs.kinship import kinship_graph

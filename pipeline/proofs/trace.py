@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hamlet.files import HamletError
+from hamlet.artifacts import HamletError
 from hamlet.proofs.closure import ROUND_STEP
 from hamlet.proofs.data import Triple, parse_atom
 from hamlet.proofs.knowledge import find

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hamlet.files import HamletError
+from hamlet.artifacts import HamletError
 from hamlet.proofs.closure import Closure
 from hamlet.proofs.data import Graph
 from hamlet.proofs.knowledge import Index, Rules, build_index, encode_rules, find

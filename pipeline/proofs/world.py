@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from hamlet.files import HamletError
+from hamlet.artifacts import HamletError
 from hamlet.proofs.closure import Closure
 from hamlet.proofs.data import Graph
 from hamlet.proofs.knowledge import Index, build_index, find

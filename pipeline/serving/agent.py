@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hamlet.files import HamletError, check_card
+from hamlet.artifacts import HamletError, check_card
 from hamlet.ort import open_session, open_unchecked
 
 STATE, NEXT = "state_", "next_"

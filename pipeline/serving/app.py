@@ -17,7 +17,7 @@ from urllib.parse import parse_qs
 
 import orjson
 
-from hamlet.files import HamletError
+from hamlet.artifacts import HamletError
 from hamlet.serving import protocol
 from hamlet.serving.engine import Engine, Item, Refused, Session
 from hamlet.serving.model import NAME, RNG_RANGE, Model, pack

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from hamlet.files import HamletError
+from hamlet.artifacts import HamletError
 from hamlet.serving.model import NAME, RNG_RANGE, Model, pack
 
 Observation = Mapping[str, Any]

@@ -23,7 +23,7 @@ from threading import Lock
 
 import numpy as np
 
-from hamlet.files import HamletError
+from hamlet.artifacts import HamletError
 from hamlet.serving.agent import Decision, OnnxAgent
 from hamlet.serving.metrics import Metrics
 from hamlet.serving.model import RNG_RANGE, Model

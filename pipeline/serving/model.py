@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from hamlet.files import HamletError
+from hamlet.artifacts import HamletError
 from hamlet.serving.agent import NEXT, STATE, Decision, OnnxAgent
 
 assert sys.byteorder == "little", "records are little endian"

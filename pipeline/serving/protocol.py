@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from hamlet.files import HamletError
+from hamlet.artifacts import HamletError
 from hamlet.serving.agent import Decision
 from hamlet.serving.model import DATATYPES, NAME, RNG_RANGE, Field, Model
 

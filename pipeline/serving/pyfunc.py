@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from hamlet.files import HamletError, card_path
+from hamlet.artifacts import HamletError, card_path
 from hamlet.serving.agent import STATE, Arrays, OnnxAgent
 
 try:

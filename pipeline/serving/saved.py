@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hamlet.files import HamletError, atomic_path
+from hamlet.artifacts import HamletError, atomic_path
 from hamlet.serving.agent import OnnxAgent
 from hamlet.serving.engine import Engine, Session
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hamlet.files import HamletError
+from hamlet.artifacts import HamletError
 from hamlet.serving.app import App
 from hamlet.serving.engine import Engine
 from hamlet.serving.metrics import Metrics

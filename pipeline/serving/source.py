@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Protocol
 
-from hamlet.files import HamletError
+from hamlet.artifacts import HamletError
 from hamlet.serving.agent import OnnxAgent
 
 REGISTRY = re.compile(r"models:/([^/@]+)(?:@([\w.-]+)|/(\d+))")

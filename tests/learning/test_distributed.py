@@ -8,7 +8,7 @@ from ranks import Ranks
 from tensordict import TensorDict
 from torch import nn
 
-from hamlet.files import HamletError
+from hamlet.artifacts import HamletError
 from hamlet.learning import distributed
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.checkpoint import Checkpoint

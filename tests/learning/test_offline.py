@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 from torch import nn
 
-from hamlet.files import HamletError
+from hamlet.artifacts import HamletError
 from hamlet.learning.offline import DecisionModel, decisions, train_offline
 
 SEEDS, BLUEPRINTS, ROWS = 5, 4, 1024

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hamlet.files import HamletError, atomic_path
+from hamlet.artifacts import HamletError, atomic_path
 from hamlet.learning.engines import processes
 from hamlet.learning.pbt import (
     FACTORS,

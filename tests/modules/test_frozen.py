@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
+from hamlet.artifacts import HamletError
 from hamlet.export.frozen import Flat, freeze, load_frozen, prove_parity
-from hamlet.files import HamletError
 from hamlet.modules.contracts import LOOK
 from hamlet.modules.perception import Perception
 from hamlet.modules.policy import Policy, PolicyAct, PolicyEnded, PolicyPrior, PolicyWeigh

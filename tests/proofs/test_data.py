@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hamlet.files import HamletError
+from hamlet.artifacts import HamletError
 from hamlet.proofs import load_graph
 from hamlet.proofs.data import build_graph, parse_atom, write_graph
 from hamlet.proofs.kinship import kinship_graph

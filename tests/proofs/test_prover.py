@@ -12,8 +12,8 @@ import onnxruntime as ort
 import pytest
 import torch
 
+from hamlet.artifacts import HamletError, read_json
 from hamlet.export.onnx import export_onnx
-from hamlet.files import HamletError, read_json
 from hamlet.learning.rollout import fused_step
 from hamlet.learning.train_prover import (
     Choice,

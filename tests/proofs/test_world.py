@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hamlet.files import HamletError
+from hamlet.artifacts import HamletError
 from hamlet.learning.train_prover import build_prover, expert_action, prove_all
 from hamlet.proofs import ProofWorld, WorldConfig, build_world, load_graph
 from hamlet.proofs.closure import close

@@ -56,9 +56,9 @@ def mind(shape):
 @pytest.fixture(scope="session")
 def agent(mind, shape, tmp_path_factory) -> Path:
     """The mind exported as the stage `agent` does it, with its card."""
+    from hamlet.artifacts import write_card
     from hamlet.export.frozen import tensor_schema
     from hamlet.export.onnx import OPSET, export_mind
-    from hamlet.files import write_card
     from hamlet.modules.contracts import SOCIAL_REASONS, UNCERTAINTY_REASONS
     from stages.agent import OUTPUTS, limits
 

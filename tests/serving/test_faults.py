@@ -386,7 +386,7 @@ def test_a_card_whose_graph_is_another_is_refused(agent, seen, tmp_path):
     import onnx
     from onnx import TensorProto, helper
 
-    from hamlet.files import write_card
+    from hamlet.artifacts import write_card
 
     path = tmp_path / agent.name
     put(agent, path)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hamlet.artifacts import HamletError
 from hamlet.export import int8
-from hamlet.files import HamletError
 from hamlet.serving.agent import OnnxAgent
 
 

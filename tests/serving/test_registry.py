@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from served import Served
 
-from hamlet.files import check_card
+from hamlet.artifacts import check_card
 from hamlet.serving.agent import OnnxAgent
 
 CHAMPION = "models:/hamlet-agent@champion"

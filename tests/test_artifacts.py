@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hamlet.files import (
+from hamlet.artifacts import (
     HamletError,
     atomic_dir,
     atomic_path,
@@ -83,7 +83,7 @@ def test_a_killed_writer_leaves_the_old_file_and_the_next_one_cleans_up(tmp_path
     target = tmp_path / "a.json"
     write_json(target, {"good": 1})
     code = (
-        "import os, signal, sys\nfrom hamlet.files import atomic_path\n"
+        "import os, signal, sys\nfrom hamlet.artifacts import atomic_path\n"
         "with atomic_path(sys.argv[1]) as t:\n"
         "    t.write_text('half')\n    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -102,7 +102,7 @@ def _limit_file_size():
 
 FULL_DISK = """
 import sys
-from hamlet.files import HamletError, atomic_path
+from hamlet.artifacts import HamletError, atomic_path
 try:
     with atomic_path(sys.argv[1]) as temporary:
         {write}
@@ -334,8 +334,8 @@ def test_errors_name_the_stage_that_makes_the_file(artifact):
     assert how_to_make(artifact.parent / "else.bin") == "run `dvc repro`"
 
 
-def test_files_needs_only_the_standard_library():
-    code = "import sys, hamlet.files; print(sorted({m.split('.')[0] for m in sys.modules}))"
+def test_artifacts_needs_only_the_standard_library():
+    code = "import sys, hamlet.artifacts; print(sorted({m.split('.')[0] for m in sys.modules}))"
     done = subprocess.run(
         [sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )

@@ -1,4 +1,4 @@
-"""Every command of the README, run in order as it stands there."""
+"""Every command of the README and of the how-to pages, run in order as it stands there."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ import pytest
 from copied_repo import ROOT, Repo, tail
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = ("how-to/watch", "how-to/rerun", "explanation/modules", "how-to/strangers", "how-to/cores",
+         "how-to/compare", "how-to/load", "how-to/serve")  # fmt: skip
 
 
 class Block(NamedTuple):
@@ -25,11 +27,23 @@ class Block(NamedTuple):
     text: str
 
 
-BLOCKS = [Block(*found) for found in re.findall(r"```(\w+)\n(.*?)```", README, re.S)]
+def blocks(text: str) -> list[Block]:
+    return [Block(*found) for found in re.findall(r"```(\w+)\n(.*?)```", text, re.S)]
+
+
+BLOCKS = blocks(README)
+ALL = [
+    *BLOCKS,
+    *(b for page in PAGES for b in blocks((ROOT / f"docs/{page}.md").read_text(encoding="utf-8"))),
+]
 INSTALL = 'pip install -c constraints.txt -e ".[dev]" && dvc repro'
 # What .ci/run itself is: it installs as the first block says and runs the second.
 OUTER = {INSTALL, "pytest"}
-RUN = [b for b in BLOCKS if b.language in ("bash", "python") and b.text.strip() not in OUTER]
+RUN = list(
+    dict.fromkeys(
+        b for b in ALL if b.language in ("bash", "python") and b.text.strip() not in OUTER
+    )
+)
 
 
 def test_a_newcomer_meets_the_two_commands_first():
@@ -40,8 +54,17 @@ def test_a_newcomer_meets_the_two_commands_first():
 
 
 def test_every_block_is_run_or_is_a_picture():
-    assert {block.language for block in BLOCKS} == {"bash", "python", "text"}
+    assert {block.language for block in ALL} == {"bash", "python", "text"}
     assert len(RUN) >= 9
+
+
+def test_every_page_with_commands_is_listed():
+    pages = {
+        path.relative_to(ROOT / "docs").with_suffix("").as_posix()
+        for path in (ROOT / "docs").rglob("*.md")
+        if "```bash" in path.read_text(encoding="utf-8")
+    }
+    assert pages <= {*PAGES, "tutorial"}
 
 
 def test_the_picture_and_the_text_name_what_exists():

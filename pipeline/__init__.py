@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hamlet.artifacts import HamletError
     from hamlet.export.frozen import load_frozen
-    from hamlet.files import HamletError
     from hamlet.params import load_params
     from hamlet.proofs.saved import load_prover
     from hamlet.proofs.trace import ask
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Agent": "hamlet.serving.client",
-    "HamletError": "hamlet.files",
+    "HamletError": "hamlet.artifacts",
     "OnnxAgent": "hamlet.serving.agent",
     "Pack": "hamlet.town",
     "Scripted": "hamlet.town",

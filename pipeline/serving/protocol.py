@@ -121,25 +121,33 @@ class Parser:
                     again.record = b"".join([body[at + c.start : at + c.stop] for c in cuts])
                     return again, model
         header, binary = header_of(body, header_length)
-        ask = Ask()
-        _parameters(ask, header)
-        model = models(ask)
-        inputs = header.get("inputs")
-        if not isinstance(inputs, list):
-            raise HamletError("'inputs' is missing or not an array", "it holds the observation")
-        if ask.sequence is None:
-            _arrays(ask, model, inputs, binary)
-        else:
-            ask.record = _plain(model, inputs) or _record(model, inputs, binary)
-        if "outputs" in header:
-            ask.outputs = _outputs(ask, model, header["outputs"])
+        ask, model = understand(header, binary, models)
         lasting = ask.sequence is not None and not ask.start and not ask.end
         usual = lasting and len(binary) == model.record_bytes
         if head and usual and len(head) <= MAX_KNOWN_BYTES:
             if len(self._known) >= MAX_KNOWN:
                 self._known.clear()
-            self._known[head] = ask, model.version, _cuts(model, inputs)
+            self._known[head] = ask, model.version, _cuts(model, header["inputs"])
         return ask, model
+
+
+def understand(
+    header: dict[str, Any], binary: memoryview, models: Callable[[Ask], Model]
+) -> tuple[Ask, Model]:
+    """A request from its JSON header and the binary data behind it; see `Parser.parse`."""
+    ask = Ask()
+    _parameters(ask, header)
+    model = models(ask)
+    inputs = header.get("inputs")
+    if not isinstance(inputs, list):
+        raise HamletError("'inputs' is missing or not an array", "it holds the observation")
+    if ask.sequence is None:
+        _arrays(ask, model, inputs, binary)
+    else:
+        ask.record = _plain(model, inputs) or _record(model, inputs, binary)
+    if "outputs" in header:
+        ask.outputs = _outputs(ask, model, header["outputs"])
+    return ask, model
 
 
 def _cuts(model: Model, inputs: list[dict[str, Any]]) -> list[slice]:

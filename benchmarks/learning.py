@@ -5,7 +5,7 @@
 Needs the frozen modules (`dvc repro`) and, for the peers, `pip install -e ".[bench]"`. Learning
 runs in one process on the cores it may use; ours and the peers take turns, the peers as their users
 run them and once more with our batched worlds (see `learning_peers`). They live in the town of
-`easy.yaml`: there work is equal. An agent-step is one agent's tick: observed, believed, decided,
+preset `easy`: there work is equal. An agent-step is one agent's tick: observed, believed, decided,
 played, and learned from `epochs` times (by the critic; by the choice of goals where the agent
 deliberates). Ticks of play are timed by `learning_ticks`. The last line is JSON, also written to
 `results/learning/PACK.json`; the ratios are between rows of that run.

@@ -413,6 +413,34 @@ def tune(
 
 
 # ------------------------------------------------------------------------------------------------
+# preset
+
+DEFAULT = "default"
+
+
+@app.command()
+@told_in_one_line
+def preset(
+    name: Annotated[
+        str | None, typer.Argument(help="A file of presets/, or `default`: params.yaml alone.")
+    ] = None,
+) -> None:
+    """Choose sizes by name, in a file that Git ignores. Without a name: list them."""
+    _needs_training_packages("preset")
+    from hamlet.params import choose_preset, chosen_preset, preset_names, read_overlay
+
+    here = Path()
+    if name is not None:
+        choose_preset(here, None if name == DEFAULT else name)
+    chosen = chosen_preset(here) or DEFAULT
+    for known in (DEFAULT, *preset_names(here)):
+        overlay = {} if known == DEFAULT else read_overlay(here, known)
+        differs = sum(len(v) if isinstance(v, dict) else 1 for v in overlay.values())
+        what = f"{differs} values differ from params.yaml" if differs else "params.yaml as it is"
+        print(f"{'*' if known == chosen else ' '} {known:<8} {what}")
+
+
+# ------------------------------------------------------------------------------------------------
 # doctor
 
 
@@ -433,3 +461,7 @@ def doctor() -> None:
     console.print(table)
     if any(check.status == "fail" for check in checks):
         raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app(prog_name="hamlet")

@@ -1,5 +1,8 @@
 """`params.yaml`, typed: one section per stage, every field with its range and a line of its own.
 
+A *preset* (`presets/NAME.yaml`) names only what differs from `params.yaml`. The chosen one's name
+stands in the file `presets/chosen`, which Git ignores; `hamlet preset NAME` writes it.
+
 A wrong file is one clear line (`HamletError`) that names the field, what was given and what is
 expected; an unknown key names the nearest valid one.
 """
@@ -15,7 +18,9 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from hamlet.artifacts import HamletError
+from hamlet.artifacts import HamletError, atomic_path
+
+PRESETS, CHOSEN = "presets", "chosen"
 
 
 class Section(BaseModel):
@@ -239,18 +244,91 @@ with warnings.catch_warnings():
 # Loading
 
 
-def load_params(path: str | Path = "params.yaml") -> Params:
-    """Read and check params.yaml.
+def load_params(path: str | Path = "params.yaml", preset: str | None = None) -> Params:
+    """Read and check params.yaml and, on top of it, a preset of the folder `presets` beside it.
+
+    Args:
+        preset: its name; by default the one that is chosen there, if any.
 
     Raises:
         HamletError: missing file, not YAML, unknown or missing key, wrong type, out of range.
     """
-    return load_model(path, Params)
+    path = Path(path)
+    base = _read(path, Params)
+    params = _checked(path, base, Params)
+    name = preset or chosen_preset(path.parent)
+    if name is None:
+        return params
+    file = preset_file(path.parent, name)
+    overlay = _read(file, Params)
+    merged = dict(base)
+    for key, value in overlay.items():
+        both = isinstance(value, dict) and isinstance(base.get(key), dict)
+        merged[key] = {**base[key], **value} if both else value
+    return _checked(file, merged, Params)
+
+
+def read_overlay(folder: Path, name: str) -> dict[str, Any]:
+    """What a preset gives, unchecked: {section: {key: value}}. Errors as in `load_params`."""
+    return _read(preset_file(folder, name), Params)
+
+
+def preset_names(folder: Path) -> list[str]:
+    """The presets of a checkout."""
+    return sorted(file.stem for file in (folder / PRESETS).glob("*.yaml"))
+
+
+def preset_file(folder: Path, name: str) -> Path:
+    """The file of a preset.
+
+    Raises:
+        HamletError: there is none of this name.
+    """
+    if name not in preset_names(folder):
+        known = ", ".join(preset_names(folder)) or "none"
+        raise HamletError(f"no preset is called `{name}`", f"`hamlet preset NAME` with {known}")
+    return folder / PRESETS / f"{name}.yaml"
+
+
+def chosen_preset(folder: Path) -> str | None:
+    """The preset that `presets/chosen` names, or None; an experiment follows its checkout."""
+    for root in (folder, _checkout_of(folder)):
+        file = root / PRESETS / CHOSEN
+        if file.is_file():
+            return file.read_text(encoding="utf-8").strip()
+    return None
+
+
+def choose_preset(folder: Path, name: str | None) -> None:
+    """Make `name` the preset of a checkout; None: what params.yaml says and no more.
+
+    Raises:
+        HamletError: no such preset, or it is not valid.
+    """
+    file = folder / PRESETS / CHOSEN
+    if name is None:
+        file.unlink(missing_ok=True)
+        return
+    load_params(folder / "params.yaml", name)
+    with atomic_path(file) as temporary:
+        temporary.write_text(name + "\n", encoding="utf-8")
+
+
+def _checkout_of(folder: Path) -> Path:
+    """The checkout whose experiment runs in `folder`, a copy below `.dvc/tmp/exps`; or `folder`."""
+    parts = folder.absolute().parts
+    inside = (i for i in range(len(parts)) if parts[i : i + 3] == (".dvc", "tmp", "exps"))
+    at = next(inside, None)
+    return folder if at is None else Path(*parts[:at])
 
 
 def load_model(path: str | Path, model: type[Model]) -> Model:
     """Read the YAML file at `path` into `model`; errors as in `load_params`."""
     path = Path(path)
+    return _checked(path, _read(path, model), model)
+
+
+def _read(path: Path, model: type[BaseModel]) -> dict[str, Any]:
     try:
         data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except FileNotFoundError:
@@ -262,6 +340,10 @@ def load_model(path: str | Path, model: type[Model]) -> Model:
         raise HamletError(f"{path} is not valid YAML{place} ({reason})", "mend that line") from None
     if not isinstance(data, dict):
         raise HamletError(f"{path} must hold keys and values", f"valid keys: {_keys(model)}")
+    return data
+
+
+def _checked(path: Path, data: dict[str, Any], model: type[Model]) -> Model:
     try:
         # JSON rules: a list is a tuple and an int is a float, nothing else is converted.
         return model.model_validate_json(json.dumps(data, default=str))

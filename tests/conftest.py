@@ -21,7 +21,7 @@ if WORKER:  # side by side, processes that each take all cores wait for one anot
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Repo:
-    """The repository after one `dvc repro` with tiny.yaml. Tests that change it take a `copy`."""
+    """The repository after one `dvc repro` of the preset tiny. Tests that change it `copy`."""
     base = tmp_path_factory.getbasetemp()
     if not WORKER:
         return pipeline(base / "tiny")

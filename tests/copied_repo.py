@@ -9,6 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import yaml
+
+from hamlet.params import load_params
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -70,7 +74,10 @@ def tail(done: subprocess.CompletedProcess) -> str:
 
 
 def working_tree(target: Path) -> None:
-    """Copy what git would commit of this checkout, as a new repository with one commit."""
+    """Copy what git would commit of this checkout, as a new repository with one commit.
+
+    Its params.yaml is the tiny preset, written out.
+    """
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "-z"],
         cwd=ROOT,
@@ -82,7 +89,8 @@ def working_tree(target: Path) -> None:
         if (ROOT / name).is_file() or (ROOT / name).is_symlink():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target / name, follow_symlinks=False)
-    shutil.copy(target / "tiny.yaml", target / "params.yaml")
+    params = load_params(ROOT / "params.yaml", "tiny").model_dump(mode="json")
+    (target / "params.yaml").write_text(yaml.safe_dump(params, sort_keys=False))
     who = ["-c", "user.name=test", "-c", "user.email=test@example.org"]
     for command in (["init", "-q"], ["add", "-A"], [*who, "commit", "-qm", "copy"]):
         subprocess.run(["git", *command], cwd=target, check=True)

@@ -22,7 +22,7 @@ def brief(tmp_path):
     pack = tmp_path / "brief.yaml"
     text = Path("pipeline/town/packs/l4_contention.yaml").read_text()
     pack.write_text(text.replace("lifespan: 500", "lifespan: 100"))
-    params = load_params("tiny.yaml")
+    params = load_params(preset="tiny")
     town = params.town.model_copy(update={"pack": str(pack), "layouts": 16})
     return params.model_copy(update={"town": town})
 
@@ -45,7 +45,7 @@ def test_who_plays_better_gets_more_beside_anyone(brief):
 
 
 def test_a_checkout_without_a_run_is_named(tmp_path):
-    shutil.copy("tiny.yaml", tmp_path / "params.yaml")
+    shutil.copy("params.yaml", tmp_path)
     with pytest.raises(HamletError, match=r"perception\.pt2 is not there"):
         resident(tmp_path)
 

@@ -1,5 +1,9 @@
 """A wrong params.yaml is one line that names the field and the fix."""
 
+import os
+import shutil
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any, Literal
@@ -9,7 +13,17 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from hamlet.artifacts import HamletError
-from hamlet.params import Params, Section, load_model, load_params
+from hamlet.params import (
+    CHOSEN,
+    Params,
+    Section,
+    choose_preset,
+    chosen_preset,
+    load_model,
+    load_params,
+    preset_names,
+    read_overlay,
+)
 
 ROOT = Path(__file__).parents[1]
 
@@ -171,3 +185,88 @@ def test_every_section_refuses_a_typo_and_a_gap(tmp_path, section):
         path.write_text(yaml.safe_dump(data))
         with pytest.raises(HamletError, match=f"`{section}.{key}"):
             load_params(path)
+
+
+# Presets
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    shutil.copy(ROOT / "params.yaml", tmp_path)
+    shutil.copytree(ROOT / "presets", tmp_path / "presets", ignore=lambda *_: [CHOSEN])
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", preset_names(ROOT))
+def test_a_preset_is_valid_and_names_only_what_differs(name):
+    base, overlay = own_file(), read_overlay(ROOT, name)
+    merged = load_params(ROOT / "params.yaml", name).model_dump(mode="json")
+    for section, given in overlay.items():
+        values = given.items() if isinstance(given, dict) else [(None, given)]
+        for key, value in values:
+            assert (merged[section] if key is None else merged[section][key]) == value
+            assert (base[section] if key is None else base[section][key]) != value
+    untouched = set(base) - set(overlay)
+    assert {key: merged[key] for key in untouched} == {key: base[key] for key in untouched}
+
+
+def test_the_chosen_preset_holds_for_the_checkout_and_its_experiments(checkout):
+    usual = load_params(checkout / "params.yaml")
+    choose_preset(checkout, "tiny")
+    assert load_params(checkout / "params.yaml").collect.worlds == 12
+    assert load_params(checkout / "params.yaml").perception.hidden == usual.perception.hidden
+    assert load_params(checkout / "params.yaml", "easy").collect.worlds == 160
+    copy = checkout / ".dvc" / "tmp" / "exps" / "x1"
+    shutil.copytree(checkout / "presets", copy / "presets", ignore=lambda *_: [CHOSEN])
+    shutil.copy(checkout / "params.yaml", copy)
+    assert load_params(copy / "params.yaml").collect.worlds == 12
+    choose_preset(checkout, None)
+    assert load_params(checkout / "params.yaml") == usual
+    assert load_params(copy / "params.yaml") == usual
+
+
+def test_a_wrong_preset_is_one_line_that_names_its_file(checkout):
+    def says(text: str) -> str:
+        (checkout / "presets" / "mine.yaml").write_text(text)
+        with pytest.raises(HamletError) as caught:
+            choose_preset(checkout, "mine")
+        assert "\n" not in str(caught.value)
+        assert "presets/mine.yaml" in str(caught.value)
+        return str(caught.value)
+
+    assert "unknown key `social.stepz`: did you mean `steps`?" in says("social: {stepz: 3}")
+    assert "unknown key `socal`" in says("socal: {steps: 3}")
+    assert "`social.steps` is 0: it must be greater" in says("social: {steps: 0}")
+    assert "`social` is 3" in says("social: 3")
+    assert "must hold keys and values" in says("")
+    assert chosen_preset(checkout) is None  # nothing wrong is ever chosen
+    with pytest.raises(HamletError, match=r"no preset is called `tinny`: .*easy.*tiny"):
+        choose_preset(checkout, "tinny")
+    (checkout / "presets" / CHOSEN).write_text("gone\n")
+    with pytest.raises(HamletError, match="no preset is called `gone`"):
+        load_params(checkout / "params.yaml")
+
+
+def test_the_command_chooses_without_touching_what_git_tracks(checkout):
+    git = ["git", "-C", str(checkout), "-c", "user.name=t", "-c", "user.email=t@t"]
+    shutil.copy(ROOT / ".gitignore", checkout)
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *command], check=True)
+
+    def hamlet(*arguments: str) -> list[str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "hamlet.cli", "preset", *arguments],
+            cwd=checkout,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return [line.split()[1] for line in done.stdout.splitlines() if line.startswith("*")]
+
+    assert hamlet() == ["default"]
+    assert hamlet("quick") == ["quick"]
+    assert load_params(checkout / "params.yaml").town.pack == "l4_contention"
+    status = subprocess.run([*git, "status", "--porcelain"], capture_output=True, check=True)
+    assert status.stdout == b""
+    assert hamlet("default") == ["default"]

@@ -40,7 +40,7 @@ from hamlet.town.tables import menu, timetable
 from tests.learning.interrupted import Stopped, StoppedLog
 from tests.learning.minds import new_mind
 
-SIZES = load_params(Path(__file__).parents[1] / "tiny.yaml").policy
+SIZES = load_params(Path(__file__).parents[1] / "params.yaml", "tiny").policy
 TOWN = Town(load_pack("l4_contention"), num_layouts=8)
 SHAPE = TownShape.of(TOWN)
 
@@ -148,7 +148,7 @@ def test_who_learns_alone_is_led_in_its_own_place_while_the_others_rest():
 def test_an_interrupted_training_alone_ends_the_same(tmp_path, monkeypatch):
     few = {"imitation_iterations": 3, "critic_iterations": 1, "ppo_iterations": 2, "rollout": 4}
     sizes = SIZES.model_copy(update=few)
-    compiling = load_params(Path(__file__).parents[1] / "tiny.yaml").compile
+    compiling = load_params(Path(__file__).parents[1] / "params.yaml", "tiny").compile
 
     def train(file, stop=None):
         mind, blank = new_mind(TOWN, sizes)

@@ -34,7 +34,7 @@ from hamlet.town.personalities import AgentDNA
 from tests.learning.interrupted import Stopped, StoppedLog
 from tests.learning.minds import new_mind
 
-PARAMS = load_params(Path(__file__).parents[2] / "tiny.yaml")
+PARAMS = load_params(Path(__file__).parents[2] / "params.yaml", "tiny")
 SIZES = PARAMS.policy.model_copy(
     update={
         "imitation_iterations": 0, "critic_iterations": 1, "ppo_iterations": 4, "worlds": 8,

@@ -18,7 +18,7 @@ from hamlet.params import load_params
 from hamlet.town import Scripted, Town, load_pack
 from tests.learning.minds import new_mind
 
-TINY = Path(__file__).parents[2] / "tiny.yaml"
+TINY = load_params(Path(__file__).parents[2] / "params.yaml", "tiny")
 
 AGENTS, CHOICES = 3, 5
 
@@ -112,7 +112,7 @@ class Agreement:
 
 def class_of_twelve():
     """A learner beside its expert, its blank memory, and twelve worlds."""
-    town, sizes = Town(load_pack("l4_contention"), num_layouts=8), load_params(TINY).policy
+    town, sizes = Town(load_pack("l4_contention"), num_layouts=8), TINY.policy
     shape = TownShape.of(town)
     mind, blank = new_mind(town, sizes)
     expert = Scripted(town, ["expert"], 0)
@@ -158,7 +158,7 @@ def test_where_the_expert_acts_its_goal_is_the_one_that_is_pursued():
 def test_the_expert_goes_on_teaching_while_ppo_runs(tmp_path):
     """PPO that is told the expert's goals comes to choose them; PPO alone does not."""
     town = Town(load_pack("l4_contention"), num_layouts=8)
-    shape, params = TownShape.of(town), load_params(TINY)
+    shape, params = TownShape.of(town), TINY
     agreement = {}
     for teaching in (0.0, 3.0):
         sizes = params.policy.model_copy(

@@ -33,7 +33,7 @@ from torch import multiprocessing
 from benchmarks.scaling import RESULTS as MEASURED
 from benchmarks.scaling import STEPS, WARM_UP, Clock, free_port, trainings
 from hamlet.artifacts import HamletError
-from hamlet.learning.distributed import joined
+from hamlet.learning.distributed import process_group
 
 RESULTS = Path(__file__).parent / "results" / "estimate.json"
 RANKS = (8, 64, 1024)
@@ -78,7 +78,7 @@ def serve(rank: int, port: int, told: Any) -> None:
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
     sent = {}
-    with joined():
+    with process_group():
         for stage, steps in STEPS.items():
             log = Counter(steps)
             functions = {"all_reduce": 0, "broadcast": 0, "all_gather": 1}

@@ -21,7 +21,14 @@ from torch import Tensor
 
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.compiling import compiled
-from hamlet.learning.learner import ACTION_STREAM, GOAL_STREAM, Learner, Memory, gumbel, slots_of
+from hamlet.learning.learner import (
+    ACTION_STREAM,
+    GOAL_STREAM,
+    Learner,
+    RolloutCarry,
+    gumbel,
+    slots_of,
+)
 from hamlet.learning.precision import Precision
 from hamlet.learning.rollout import Record, fused_step
 from hamlet.modules.agent import AgentState
@@ -49,7 +56,7 @@ class Setting:
 class Reflexes(Learner):
     """Perception and the controller alone: nobody's intentions, nothing imagined, no critic."""
 
-    def act(self, world: TensorDict, seen: TensorDict, memory: Memory, *context: Any) -> Any:
+    def act(self, world: TensorDict, seen: TensorDict, memory: RolloutCarry, *context: Any) -> Any:
         obs, state, n = observation_from(seen, 2), memory.agent, self.shape.num_agents
         mean, log_std, known, _, belief = self.mind.perceive(
             obs.view, obs.occupancy, obs.self_state, obs.cues, obs.visible, obs.others_offset,
@@ -61,7 +68,11 @@ class Reflexes(Learner):
         f = Features(mean, log_std[:, :places], known, nobody, none, state.goal, state.moved)
         action, chosen, logits = reflexes(self, f, world, obs.action_mask)
         record: Record = {"action": action, "goal": chosen, "action_logits": logits}
-        return action.unflatten(0, (-1, n)), Memory(state._replace(belief=belief), None), record
+        return (
+            action.unflatten(0, (-1, n)),
+            RolloutCarry(state._replace(belief=belief), None),
+            record,
+        )
 
 
 def reflexes(player: Learner, f: Features, world: TensorDict, mask: Tensor) -> tuple[Tensor, ...]:
@@ -77,12 +88,12 @@ def reflexes(player: Learner, f: Features, world: TensorDict, mask: Tensor) -> t
 class Greedy(Learner):
     """What evaluation needs: the likeliest goals and actions, and nothing to learn from."""
 
-    def act(self, world: TensorDict, seen: TensorDict, memory: Memory, *context: Any) -> Any:
+    def act(self, world: TensorDict, seen: TensorDict, memory: RolloutCarry, *context: Any) -> Any:
         n, (thinking, _) = self.shape.num_agents, context
-        action, agent, _ = self.mind.explore(
+        action, agent, _ = self.mind.sample_step(
             observation_from(seen, 2), memory.agent, slots_of(thinking, n), *[torch.zeros(())] * 2
         )
-        return action.unflatten(0, (-1, n)), Memory(agent, None), {}
+        return action.unflatten(0, (-1, n)), RolloutCarry(agent, None), {}
 
 
 _others_ready: Callable[[], Any] = lambda: None  # noqa: E731 - of a process that is not alone
@@ -110,7 +121,7 @@ class Ticks:
         self.slots = setting.slots(worlds)
         period = setting.params.policy.meta_period
         self.world = setting.town.reset(0, worlds)
-        self.memory = Memory(setting.blank(worlds), None)
+        self.memory = RolloutCarry(setting.blank(worlds), None)
         self.context = (torch.arange(worlds // period) * period, None)
 
     def whole(self, kind: type[Learner], compile: bool, mind: Any = None) -> float:

@@ -23,8 +23,6 @@ from hamlet.learning.log import Log
 from hamlet.learning.losses import (
     entropy_of,
     imitation_loss,
-    log_prob_of,
-    masked_logits,
     normalise,
     ppo_policy_loss,
     value_loss,
@@ -34,6 +32,7 @@ from hamlet.learning.returns import gae
 from hamlet.learning.rollout import Record, collect, fused_step
 from hamlet.learning.train_policy import LED, WARM_UP
 from hamlet.learning.update import Update
+from hamlet.modules.categorical import log_prob_of, masked_logits
 from hamlet.modules.contracts import RawObservation, TownShape, observation_from
 from hamlet.modules.policy import mlp
 from hamlet.params import PolicyParams

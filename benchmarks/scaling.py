@@ -30,7 +30,7 @@ from torch import Tensor, multiprocessing
 from hamlet.artifacts import HamletError
 from hamlet.export.frozen import load_frozen
 from hamlet.learning.beliefs import believe
-from hamlet.learning.distributed import joined
+from hamlet.learning.distributed import process_group
 from hamlet.learning.train_perception import train_perception
 from hamlet.learning.train_policy import train_policy
 from hamlet.learning.train_prover import TrainConfig, build_prover, train_prover
@@ -78,7 +78,12 @@ class Clock:
 
 def larger(params: Params, times: int) -> Params:
     """With so many times the rows in every batch."""
-    sizes = {"perception": "lanes", "social": "lanes", "world_model": "batch", "policy": "worlds"}
+    sizes = {
+        "perception": "sequences",
+        "social": "sequences",
+        "world_model": "batch",
+        "policy": "worlds",
+    }
     sections = {}
     for name, field in (sizes | {"proofs": "slots"}).items():
         section = getattr(params, name)
@@ -154,7 +159,7 @@ def serve(rank: int, asked: Any, told: Any) -> None:
         }  # fmt: skip
         torch.set_num_threads(threads)
         clock = Clock(STEPS[stage])
-        with joined(), tempfile.TemporaryDirectory() as folder:
+        with process_group(), tempfile.TemporaryDirectory() as folder:
             made[stage, times](clock, Path(folder) / "checkpoint.pt")
         told.put((stage, clock.seconds))
 

@@ -104,7 +104,7 @@ class RandomGoals(Policy):
     def learned_logits(self, f: Features) -> Tensor:
         return torch.zeros_like(f.rivals)
 
-    def urge(self, known_state: Tensor) -> Tensor:
+    def low_money_bias(self, known_state: Tensor) -> Tensor:
         return torch.zeros(())
 
     def goal_logits(self, prior: Tensor, *imagined: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class Flat(Policy):
         logits = soft_cap(self.controller(torch.cat([self._base(f), attended, target], -1)))
         return F.pad(logits, (0, self.shape.num_goals - logits.shape[-1]), value=-LOGIT_CAP)
 
-    def urge(self, known_state: Tensor) -> Tensor:
+    def low_money_bias(self, known_state: Tensor) -> Tensor:
         return torch.zeros(())
 
     def goal_logits(self, prior: Tensor, *imagined: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class Flat(Policy):
 
 
 class Resting:
-    """Company that never does anything: who learns beside it learns alone."""
+    """Co-players that never do anything: who learns beside it learns alone."""
 
     def __init__(self, shape: TownShape, count: int) -> None:
         self.count, self.rest = count, shape.action_names.index("WAIT")
@@ -188,7 +188,7 @@ class Everyone:
         goals = gumbel(world, n, shape.num_goals, GOAL_STREAM) * float(self.draws)
         noise = gumbel(world, n, shape.num_actions, ACTION_STREAM)
         thinking = (memory.clock % self.mind.policy.meta_period == 0).nonzero().flatten()
-        action, memory, _ = self.mind.explore(
+        action, memory, _ = self.mind.sample_step(
             observation_from(seen, 2), memory, thinking, goals, noise
         )
         return action.unflatten(0, (-1, n)), memory, {}
@@ -314,14 +314,14 @@ def cell(params: Params, variant: str, seed: int) -> dict[str, Any]:
     else:
         if variant == "flat":
             teacher = ActingExpert(teacher)
-        company = None
+        co_players = None
         if variant == "alone":
-            company = Resting(shape, shape.num_agents - 1)
+            co_players = Resting(shape, shape.num_agents - 1)
             sizes = sizes.model_copy(update={"worlds": sizes.worlds * shape.num_agents})
         mind, blank = minds(params, town, variant)
         train_policy(
             town, shape, mind, blank, sizes, compiling, seed, folder / "checkpoint.pt", log,
-            company=company, teacher=teacher,
+            co_players=co_players, teacher=teacher,
         )  # fmt: skip
         player = Everyone(strange, shape, mind, draws=variant in ("random_goals", "flat"))
         memory = blank(HELD_OUT_WORLDS)

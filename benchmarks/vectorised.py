@@ -29,7 +29,7 @@ from torch.func import functional_call, stack_module_state, vmap
 
 from benchmarks.pbt import shared
 from hamlet.artifacts import HamletError, write_json
-from hamlet.learning.sequences import Lanes
+from hamlet.learning.sequences import SequenceReader
 from hamlet.learning.train_social import social_loss
 from hamlet.learning.tune_social import opened
 from hamlet.learning.update import fused_adam
@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     of_c = params.social
     rngs = [torch.Generator().manual_seed(seed) for seed in range(given.members)]
-    lanes = [Lanes(data, worlds["learn"], of_c.lanes, of_c.chunk, rng) for rng in rngs]
+    lanes = [SequenceReader(data, worlds["learn"], of_c.sequences, of_c.chunk, rng) for rng in rngs]
 
     def read() -> TensorDict:
         return TensorDict.stack([each.read() for each in lanes])
@@ -112,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
         torch.manual_seed(params.seed)
         return [Losing(Social(shape, of_c.hidden)) for _ in range(given.members)]
 
-    slots = of_c.lanes * shape.num_agents
+    slots = of_c.sequences * shape.num_agents
     recurrent_dim = population()[0].social.recurrent_dim
     states = torch.zeros(given.members, slots, shape.num_others, recurrent_dim)
     members = population()

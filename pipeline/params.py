@@ -66,7 +66,7 @@ class PerceptionParams(Section):
     hidden: int = Field(ge=8, description="width of the GRU")
     latent: int = Field(ge=2, description="belief dimensions beyond the affordances' places")
     steps: int = Field(ge=1, description="gradient steps")
-    lanes: int = Field(ge=1, description="worlds per gradient step")
+    sequences: int = Field(ge=1, description="worlds per gradient step")
     chunk: int = Field(ge=2, description="ticks per gradient step; must divide collect.ticks")
     learning_rate: float = Field(gt=0, lt=1)
     kl_weight: float = Field(ge=0, description="pull of the latent towards a standard normal")
@@ -96,7 +96,7 @@ class SocialParams(Section):
 
     hidden: int = Field(ge=8, description="width of the GRU, per other agent")
     steps: int = Field(ge=1, description="gradient steps")
-    lanes: int = Field(ge=1, description="worlds per gradient step")
+    sequences: int = Field(ge=1, description="worlds per gradient step")
     chunk: int = Field(ge=2, description="ticks per gradient step; must divide collect.ticks")
     learning_rate: float = Field(gt=0, lt=1)
 
@@ -128,7 +128,9 @@ class PolicyParams(Section):
     entropy: float = Field(
         ge=0, description="initial weight of the goals' entropy; ends at a tenth"
     )
-    teaching: float = Field(ge=0, description="weight of the expert's goals in the loss of PPO")
+    kickstart_coef: float = Field(
+        ge=0, description="weight of the expert's goals in the loss of PPO"
+    )
 
 
 class PopulationParams(Section):

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 REGIONS = (
-    "rollout", "environment", "expert", "company", "perception", "social", "imagination", "policy",
-    "loss", "optimizer", "data",
+    "rollout", "environment", "expert", "co_players", "perception", "social", "imagination",
+    "policy", "loss", "optimizer", "data",
 )  # fmt: skip
 
 

@@ -80,7 +80,7 @@ def thinking(mind: Mind) -> Callable[..., tuple[Tensor, ...]]:
         nothing[:] = [torch.zeros_like(x) for x in considered]
         return considered
 
-    return lambda *tensors: mind.tick(tensors, consider)
+    return lambda *tensors: mind.think(tensors, consider)
 
 
 @torch.no_grad()

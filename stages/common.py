@@ -112,14 +112,14 @@ def stage(name: str) -> Iterator[Stage]:
             raise HamletError(f"{name} trains nothing on {ranks()} ranks", f"run `{command}`")
         params = load_params()
         facts = prepare_torch(params.seed) | ({"ranks": str(ranks())} if ranks() > 1 else {})
-        from hamlet.learning.distributed import joined
+        from hamlet.learning.distributed import process_group
 
         with ExitStack() as stack:
             run = None if rank() else stack.enter_context(stage_run(name, params))
             current = Stage(name, params, run, stack)
             for key, value in facts.items() if run else ():
                 current.run.tag(key, value)
-            stack.enter_context(joined())
+            stack.enter_context(process_group())
             try:
                 yield current
             except BaseException:

@@ -39,7 +39,7 @@ def main() -> None:
         shape = TownShape.from_dict(card["town"])
         module = Perception(shape, card["hidden"], card["latent"])
         module.load_state_dict(torch.load(paths.PERCEPTION_WEIGHTS, weights_only=True))
-        module.settle()
+        module.cache_odds()
         rng = torch.Generator().manual_seed(s.params.seed)
         freeze(
             module,

@@ -130,7 +130,7 @@ class Society:
         policy.load_state_dict(weights["policy"])
         critic.load_state_dict(weights["critic"])
         visitor, _ = load_policy(self.home(0), self.shape.pack_hash)
-        company = Strangers(
+        co_players = Strangers(
             self.characters(self.town, self.half, people),
             self.seat(visitor, self.half, self.shape.num_agents, imagines=False),
             self.members,
@@ -146,7 +146,7 @@ class Society:
         train_policy(
             self.town, self.shape, self.mind, self.blank, sizes.model_copy(update=only_ppo),
             self.params.compile, self.params.seed + number, folder / "checkpoint.pt", log, critic,
-            company,
+            co_players,
         )  # fmt: skip
         keep_policy(policy, critic, self.shape, self.params, self.cards, self.home(number))
 

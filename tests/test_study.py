@@ -27,10 +27,10 @@ from benchmarks.study_report import VARIANTS, report, table
 from hamlet.artifacts import HamletError
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.checkpoint import Checkpoint
-from hamlet.learning.learner import Learner, Memory
-from hamlet.learning.losses import log_prob_of, masked_logits
+from hamlet.learning.learner import Learner, RolloutCarry
 from hamlet.learning.rollout import collect, fused_step
 from hamlet.learning.train_policy import goal_targets, train_policy
+from hamlet.modules.categorical import log_prob_of, masked_logits
 from hamlet.modules.contracts import Features, TownShape, observation_from
 from hamlet.modules.critic import Critic
 from hamlet.modules.policy import LOGIT_CAP, Policy
@@ -130,11 +130,11 @@ def test_random_goals_are_as_likely_as_each_other_and_are_still_pursued():
 
 def test_who_learns_alone_is_led_in_its_own_place_while_the_others_rest():
     mind, blank = new_mind(TOWN, SIZES)
-    company = Resting(SHAPE, SHAPE.num_agents - 1)
+    co_players = Resting(SHAPE, SHAPE.num_agents - 1)
     expert = Scripted(TOWN, ["expert"])
-    learner = Learner(TOWN, SHAPE, mind, Critic(SHAPE, 8), expert, company)
+    learner = Learner(TOWN, SHAPE, mind, Critic(SHAPE, 8), expert, co_players)
     world, driven = TOWN.reset(3, 12), torch.arange(12) < 6
-    memory = Memory(blank(12, 1), expert.reset(world), company.start(12))
+    memory = RolloutCarry(blank(12, 1), expert.reset(world), co_players.start(12))
     shown, meant, _ = expert.act(world, memory.expert)
     seen = TOWN.observe(world)
     action, after, record = learner.act(world, seen, memory, None, driven)
@@ -154,7 +154,7 @@ def test_an_interrupted_training_alone_ends_the_same(tmp_path, monkeypatch):
         mind, blank = new_mind(TOWN, sizes)
         train_policy(
             TOWN, SHAPE, mind, blank, sizes, compiling, 0, tmp_path / file, StoppedLog(stop),
-            company=Resting(SHAPE, SHAPE.num_agents - 1),
+            co_players=Resting(SHAPE, SHAPE.num_agents - 1),
         )  # fmt: skip
         return mind.policy.state_dict()
 

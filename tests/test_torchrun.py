@@ -189,7 +189,11 @@ def test_torchrun_itself_restarts_what_was_lost_and_one_process_may_go_on(copy):
 @pytest.mark.parametrize(
     ("stage", "change", "told"),
     [
-        ("perception", ("perception", "lanes", 5), r"perception\.lanes is 5, which 2 ranks"),
+        (
+            "perception",
+            ("perception", "sequences", 5),
+            r"perception\.sequences is 5, which 2 ranks",
+        ),
         ("world_model", ("world_model", "batch", 33), r"world_model\.batch is 33, which 2 ranks"),
         ("policy", ("policy", "worlds", 7), r"policy\.worlds is 7, which 2 ranks"),
         ("policy", ("policy", "meta_period", 32), r"policy.worlds of a rank is 4, not a multiple"),

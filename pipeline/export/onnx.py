@@ -104,7 +104,7 @@ class _WithAHole(nn.Module):
             asked.extend(questions)
             return tensors[self.count :]
 
-        outputs = self.mind.tick(tensors[: self.count], consider)
+        outputs = self.mind.think(tensors[: self.count], consider)
         return (*outputs, *asked)
 
 
@@ -124,7 +124,7 @@ def _asked(mind: Mind, inputs: Sequence[Tensor]) -> list[Tensor]:
         asked.extend(questions)
         return mind.consider(*questions[1:])
 
-    mind.tick(inputs, consider)
+    mind.think(inputs, consider)
     return asked
 
 

@@ -60,7 +60,7 @@ class Checkpoint:
                 part.set_state(saved["parts"][name])
             else:
                 part.load_state_dict(saved["parts"][name])
-        return step, saved["extra"] | distributed.part(saved["rows"])
+        return step, saved["extra"] | distributed.local_shard(saved["rows"])
 
     def save(
         self,
@@ -79,7 +79,7 @@ class Checkpoint:
         due = force or time.monotonic() - self.last >= self.interval
         if not distributed.from_first(int(due)):
             return
-        rows = distributed.whole(dict(rows or {}))
+        rows = distributed.all_gather(dict(rows or {}))
         self.last = time.monotonic()
         if distributed.rank():
             return

@@ -4,7 +4,7 @@ Every rank holds an equal part of the rows of a batch (worlds, lanes or samples)
 weights. Two rules make its updates those of a single process with all the rows:
 
 - a sum over rows is one over the rows of all ranks, and so is every mean, moment and metric made of
-  such sums; its gradient is that of the rank's own rows (`total`);
+  such sums; its gradient is that of the rank's own rows (`all_reduce_sum`);
 - the gradients of the ranks are summed, not averaged (`sum_gradients`).
 
 What is drawn at random is drawn for all rows by every rank, from the same seed, and each takes its
@@ -49,7 +49,7 @@ def ranks() -> int:
 
 
 @contextmanager
-def joined() -> Iterator[None]:
+def process_group() -> Iterator[None]:
     """Join the processes that `torchrun` started, over gloo on the CPU and NCCL on a GPU.
 
     Raises:
@@ -89,7 +89,7 @@ def joined() -> Iterator[None]:
 # Parts of rows
 
 
-def share(count: int, name: str) -> int:
+def local_count(count: int, name: str) -> int:
     """How many of `count` rows each rank holds.
 
     Raises:
@@ -103,20 +103,20 @@ def share(count: int, name: str) -> int:
     return count // _ranks
 
 
-def part(rows: T, dim: int = 0) -> T:
+def local_shard(rows: T, dim: int = 0) -> T:
     """This rank's part of a tensor or TensorDict of the rows of all ranks, or of several in a
     dict or tuple."""
     if _ranks == 1:
         return rows
     if isinstance(rows, dict):
-        return {name: part(value, dim) for name, value in rows.items()}  # type: ignore[return-value]
+        return {name: local_shard(value, dim) for name, value in rows.items()}  # type: ignore[return-value]
     if isinstance(rows, tuple):
-        return tuple(part(value, dim) for value in rows)  # type: ignore[return-value]
+        return tuple(local_shard(value, dim) for value in rows)  # type: ignore[return-value]
     return rows.chunk(_ranks, dim)[_rank]  # type: ignore[attr-defined]
 
 
-def whole(rows: T, dim: int = 0) -> T:
-    """The opposite of `part`: the rows of all ranks, at every rank. All ranks call it.
+def all_gather(rows: T, dim: int = 0) -> T:
+    """The opposite of `local_shard`: the rows of all ranks, at every rank. All ranks call it.
 
     The gradient of a rank's rows is the sum of what all ranks made of them, so each rank's loss
     must be its own part of the whole: a loss that every rank computes whole counts `ranks()` times.
@@ -124,13 +124,13 @@ def whole(rows: T, dim: int = 0) -> T:
     if _ranks == 1:
         return rows
     if isinstance(rows, dict):
-        return {name: whole(value, dim) for name, value in rows.items()}  # type: ignore[return-value]
+        return {name: all_gather(value, dim) for name, value in rows.items()}  # type: ignore[return-value]
     if isinstance(rows, tuple):
-        return tuple(whole(value, dim) for value in rows)  # type: ignore[return-value]
-    return _Whole.apply(rows, dim)
+        return tuple(all_gather(value, dim) for value in rows)  # type: ignore[return-value]
+    return _AllGather.apply(rows, dim)
 
 
-class _Whole(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, dim: int) -> Tensor:
         ctx.dim = dim
@@ -143,7 +143,7 @@ class _Whole(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         gradient = gradient.contiguous()
         dist.all_reduce(gradient)
-        return part(gradient, ctx.dim), None
+        return local_shard(gradient, ctx.dim), None
 
 
 def noise(like: Tensor, dim: int) -> Tensor:
@@ -152,23 +152,23 @@ def noise(like: Tensor, dim: int) -> Tensor:
         return torch.randn_like(like)
     shape = list(like.shape)
     shape[dim] *= _ranks
-    return part(torch.randn(shape, dtype=like.dtype, device=like.device), dim)
+    return local_shard(torch.randn(shape, dtype=like.dtype, device=like.device), dim)
 
 
 # ------------------------------------------------------------------------------------------------
 # Sums over all ranks
 
 
-def total(*sums: Tensor) -> tuple[Tensor, ...]:
+def all_reduce_sum(*sums: Tensor) -> tuple[Tensor, ...]:
     """Sums over the rows of all ranks, from those over this rank's; equal bits at every rank.
 
     float [.] of equal shapes, sent as one message. The gradient stays the one of this rank's rows,
     for `sum_gradients` to add. Can be compiled.
     """
-    return sums if _ranks == 1 else _Total.apply(torch.stack(sums)).unbind()
+    return sums if _ranks == 1 else _AllReduceSum.apply(torch.stack(sums)).unbind()
 
 
-class _Total(torch.autograd.Function):
+class _AllReduceSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sums: Tensor) -> Tensor:
         sums = sums.clone()

@@ -1,7 +1,7 @@
 """Who learns in a town, as a `Player`: sampled goals and actions, and the experience of every tick.
 
 In some worlds an expert may act for the learners, or tell what it would do in their place; and in
-every world somebody else, the company, may play the last agents.
+every world somebody else, the co-players, may play the last agents.
 """
 
 from __future__ import annotations
@@ -68,17 +68,17 @@ def gumbel(world: TensorDict, agents: int, choices: int, stream: int) -> Tensor:
     return -(-(u.clamp(1e-9, 1 - 1e-7)).log()).log().flatten(0, 1)
 
 
-class Memory(NamedTuple):
+class RolloutCarry(NamedTuple):
     """What is carried from tick to tick beside the town."""
 
     agent: AgentState
     expert: Any
     """The expert's memory while it is needed; None otherwise."""
-    company: Any = None
+    co_players: Any = None
     """That of the other agents, where somebody else plays them."""
 
 
-class Company(Protocol):
+class CoPlayers(Protocol):
     """Who plays the last agents of every world, so that the others learn among strangers."""
 
     count: int
@@ -113,7 +113,7 @@ class Learner:
     """The learning agents, and in some worlds an expert that acts for them, as a `Player`.
 
     Args:
-        company: plays the last agents of every world; None where all agents learn.
+        co_players: plays the last agents of every world; None where all agents learn.
     """
 
     def __init__(
@@ -123,20 +123,20 @@ class Learner:
         mind: Mind,
         critic: Critic,
         expert: Teacher | None,
-        company: Company | None = None,
+        co_players: CoPlayers | None = None,
     ) -> None:
         self.town, self.shape, self.mind, self.critic = town, shape, mind, critic
-        self.expert, self.company = expert, company
-        self.agents = shape.num_agents - (company.count if company else 0)
+        self.expert, self.co_players = expert, co_players
+        self.agents = shape.num_agents - (co_players.count if co_players else 0)
 
     def act(
         self,
         world: TensorDict,
         seen: TensorDict,
-        memory: Memory,
+        memory: RolloutCarry,
         thinking: Tensor | None,
         driven: Tensor | None,
-    ) -> tuple[Tensor, Memory, Record]:
+    ) -> tuple[Tensor, RolloutCarry, Record]:
         """Sampled actions int64 [B, N].
 
         Args:
@@ -146,7 +146,7 @@ class Learner:
                 goals it would choose only in the worlds that deliberate.
         """
         n = self.agents
-        action, agent, record = self.mind.explore(
+        action, agent, record = self.mind.sample_step(
             observation_of(seen, 0, n),
             memory.agent,
             None if thinking is None else slots_of(thinking, n),
@@ -174,12 +174,12 @@ class Learner:
             record["expert_goal"] = goals.flatten()
         record["privileged"] = self.privileged(world)
         record["value"] = self.critic(record["privileged"])
-        company = memory.company
-        if self.company is not None:
-            with region("company"):
-                theirs, company = self.company.act(world, seen, company)
+        co_players = memory.co_players
+        if self.co_players is not None:
+            with region("co_players"):
+                theirs, co_players = self.co_players.act(world, seen, co_players)
             acted = torch.cat([acted, theirs], 1)
-        return acted, Memory(agent, remembered, company), record
+        return acted, RolloutCarry(agent, remembered, co_players), record
 
     def privileged(self, world: TensorDict) -> Tensor:
         """float32 [S, P] what the critic sees of the learning agents."""
@@ -187,14 +187,14 @@ class Learner:
         return everyone[:, : self.agents].flatten(0, 1)
 
     def outcome(
-        self, before: TensorDict, after: TensorDict, memory: Memory
-    ) -> tuple[Memory, Record]:
+        self, before: TensorDict, after: TensorDict, memory: RolloutCarry
+    ) -> tuple[RolloutCarry, Record]:
         over, n = after["episode_over"], self.agents
-        company = memory.company
-        if self.company is not None:
-            company = self.company.forget(company, over)
+        co_players = memory.co_players
+        if self.co_players is not None:
+            co_players = self.co_players.forget(co_players, over)
         agent = forget(memory.agent, over.repeat_interleave(n))
-        return Memory(agent, memory.expert, company), {
+        return RolloutCarry(agent, memory.expert, co_players), {
             "reward": after["reward"][:, :n].flatten(),
             "done": after["done"][:, :n].flatten(),
             "active": before["alive"][:, :n].flatten(),

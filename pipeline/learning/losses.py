@@ -11,19 +11,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hamlet.learning.distributed import total
-
-ILLEGAL_LOGIT = -3.4e38
-
-
-def masked_logits(logits: Tensor, mask: Tensor) -> Tensor:
-    """Logits whose illegal entries get probability exactly 0 (`mask` True = legal)."""
-    return logits.float().masked_fill(~mask, ILLEGAL_LOGIT)
-
-
-def log_prob_of(logits: Tensor, index: Tensor) -> Tensor:
-    """float [.] log-probability of `index` int64 [.] under `logits` [., A]."""
-    return logits.log_softmax(-1).gather(-1, index.unsqueeze(-1)).squeeze(-1)
+from hamlet.learning.distributed import all_reduce_sum
+from hamlet.modules.categorical import log_prob_of
 
 
 def entropy_of(logits: Tensor) -> Tensor:
@@ -35,13 +24,15 @@ def entropy_of(logits: Tensor) -> Tensor:
 
 def weighted_mean(x: Tensor, weight: Tensor) -> Tensor:
     """Mean of x [.] over the rows of all ranks (see `distributed`)."""
-    summed, count = total((x * weight).sum(), weight.sum())
+    summed, count = all_reduce_sum((x * weight).sum(), weight.sum())
     return summed / count.clamp_min(1.0)
 
 
 def weighted_means(terms: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
     """`weighted_mean` of each (x, weight), for all of which ranks send one message."""
-    sums = total(*(s for x, weight in terms.values() for s in ((x * weight).sum(), weight.sum())))
+    sums = all_reduce_sum(
+        *(s for x, weight in terms.values() for s in ((x * weight).sum(), weight.sum()))
+    )
     pairs = zip(terms, sums[::2], sums[1::2], strict=True)
     return {name: summed / count.clamp_min(1.0) for name, summed, count in pairs}
 

@@ -25,8 +25,6 @@ from hamlet.learning.losses import (
     entropy_of,
     imitation_loss,
     impala_loss,
-    log_prob_of,
-    masked_logits,
     normalise,
     ppo_policy_loss,
     value_loss,
@@ -36,6 +34,7 @@ from hamlet.learning.precision import Precision
 from hamlet.learning.returns import gae, vtrace
 from hamlet.learning.rollout import learn
 from hamlet.learning.update import Update
+from hamlet.modules.categorical import log_prob_of, masked_logits
 
 Objective = Literal["ppo", "impala", "imitation"]
 NEEDED = ("action", "log_prob", "reward", "done")

@@ -70,7 +70,7 @@ class Selves:
         if self.imagines:
             thinking = (memory.clock % self.mind.policy.meta_period == 0).nonzero().flatten()
         noise = gumbel(world, agents, self.shape.num_actions, ACTION_STREAM + STREAM * self.first)
-        action, memory, _ = self.mind.explore(
+        action, memory, _ = self.mind.sample_step(
             observation_of(seen, self.first, self.last),
             memory,
             thinking,
@@ -101,7 +101,7 @@ class Characters:
 
 
 class Strangers:
-    """Company for a learning agent: characters in half of the worlds, a past self in the others.
+    """Co-players of a learning agent: characters in half of the worlds, a past self in the others.
 
     Args:
         selves: in whose mind the weights of whoever comes next are copied.

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from hamlet.learning.distributed import part
+from hamlet.learning.distributed import local_shard
 from hamlet.profiling import region
 
 PER_WORLD = ("first", "places", "hour")
@@ -32,8 +32,8 @@ def per_agent(chunk: TensorDict) -> TensorDict:
     )
 
 
-class Lanes:
-    """Lanes that read worlds chunk by chunk; a lane at the end of its world takes a random other.
+class SequenceReader:
+    """Reads worlds side by side, in chunks; a lane at the end of its world takes a random other.
 
     Args:
         data: TensorDict [T, B], T a multiple of `chunk`.
@@ -60,8 +60,8 @@ class Lanes:
         S is lanes * N / ranks.
         """
         with region("data"):
-            ticks = part(self.start).unsqueeze(0) + torch.arange(self.chunk).unsqueeze(1)
-            chunk = self.data[ticks, part(self.world).unsqueeze(0).expand_as(ticks)]
+            ticks = local_shard(self.start).unsqueeze(0) + torch.arange(self.chunk).unsqueeze(1)
+            chunk = self.data[ticks, local_shard(self.world).unsqueeze(0).expand_as(ticks)]
             self.start = self.start + self.chunk
             over = self.start >= self.data.shape[0]
             self.world = torch.where(over, self._draw(len(over)), self.world)

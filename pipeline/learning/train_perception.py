@@ -14,7 +14,7 @@ from hamlet.learning.checkpoint import Checkpoint
 from hamlet.learning.float8 import in_precision
 from hamlet.learning.log import Log
 from hamlet.learning.losses import weighted_means
-from hamlet.learning.sequences import Lanes, per_agent
+from hamlet.learning.sequences import SequenceReader, per_agent
 from hamlet.learning.update import Update
 from hamlet.modules.contracts import RawObservation, TownShape
 from hamlet.modules.perception import Perception, PerceptionHeads
@@ -81,8 +81,13 @@ def train_perception(
     torch.manual_seed(seed)
     module = Perception(shape, params.hidden, params.latent)
     heads = PerceptionHeads(shape, module.belief_dim)
-    lanes = Lanes(data, worlds, params.lanes, params.chunk, torch.Generator().manual_seed(seed))
-    slots = distributed.share(params.lanes, "params.yaml: perception.lanes") * shape.num_agents
+    reader = SequenceReader(
+        data, worlds, params.sequences, params.chunk, torch.Generator().manual_seed(seed)
+    )
+    slots = (
+        distributed.local_count(params.sequences, "params.yaml: perception.sequences")
+        * shape.num_agents
+    )
     state = torch.zeros(slots, module.recurrent_dim)
 
     carried: list[Tensor] = []
@@ -105,7 +110,7 @@ def train_perception(
             "module": module,
             "heads": heads,
             "update": update,
-            "lanes": lanes,
+            "reader": reader,
             "rng": torch.default_generator,
         },
     )
@@ -113,7 +118,7 @@ def train_perception(
     state = extra.get("state", state)
     for step in log.steps(params.steps, start):
         update.set_learning_rate(params.learning_rate * (1 - step / params.steps))
-        metrics = update(lanes.read(), state)
+        metrics = update(reader.read(), state)
         state = carried[0]
         log.record(step, metrics)
         saved.save(step + 1, rows={"state": state})
@@ -195,7 +200,7 @@ def evaluate_perception(
         heard = (memory > module.shape.num_cell_codes) & alive[-1].unsqueeze(-1)
         add("map_heard_accuracy", decoded == truth, heard)
         blank = torch.zeros_like(memory)
-        now = module.remember(obs.view[-1], obs.self_state[-1], blank)
+        now = module.update_map(obs.view[-1], obs.self_state[-1], blank)
         in_view = torch.where((now > 0) & (now <= module.shape.num_affordances + 1), now - 1, 0)
         add("map_seen_accuracy_last_view", in_view.long() == truth, seen)
         confidences.append(confidence[alive[-1]].flatten())

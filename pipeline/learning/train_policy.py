@@ -28,12 +28,11 @@ from hamlet.artifacts import HamletError
 from hamlet.learning import distributed
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.checkpoint import Checkpoint
-from hamlet.learning.learner import Company, Learner, Memory, Teacher, slots_of
+from hamlet.learning.learner import CoPlayers, Learner, RolloutCarry, Teacher, slots_of
 from hamlet.learning.log import Log
 from hamlet.learning.losses import (
     entropy_of,
     imitation_loss,
-    log_prob_of,
     normalise,
     ppo_policy_loss,
     value_loss,
@@ -44,6 +43,7 @@ from hamlet.learning.returns import gae
 from hamlet.learning.rollout import collect, fused_step, learn
 from hamlet.learning.update import Update
 from hamlet.modules.agent import AgentState, Mind
+from hamlet.modules.categorical import log_prob_of
 from hamlet.modules.contracts import METERS, Features, TownShape
 from hamlet.modules.critic import Critic
 from hamlet.params import CompileParams, PolicyParams
@@ -108,7 +108,7 @@ def train_policy(
     checkpoint: Path,
     log: Log,
     critic: Critic | None = None,
-    company: Company | None = None,
+    co_players: CoPlayers | None = None,
     teacher: Teacher | None = None,
 ) -> Critic:
     """Train `mind.policy` in place; returns the critic that was trained beside it.
@@ -116,11 +116,11 @@ def train_policy(
     Args:
         first: blank minds of a number of worlds and of agents in each.
         critic: that of an earlier training, to go on with; else a new one.
-        company: plays the last agents of every world.
+        co_players: plays the last agents of every world.
         teacher: who is imitated; else the scripted player that `params` names.
     """
     policy: Any = mind.policy
-    worlds = distributed.share(params.worlds, "params.yaml: policy.worlds")
+    worlds = distributed.local_count(params.worlds, "params.yaml: policy.worlds")
     if worlds % params.meta_period:
         whose = "params.yaml: policy.worlds" + " of a rank" * (distributed.ranks() > 1)
         raise HamletError(
@@ -163,7 +163,7 @@ def train_policy(
         f = features_of(thoughts)
         learned = policy.learned_logits(f)
         logits = policy.goal_logits(
-            learned + policy.urge(f.known_state),
+            learned + policy.low_money_bias(f.known_state),
             thoughts["candidates"],
             thoughts["imagined_return"],
             thoughts["imagined_confidence"],
@@ -177,7 +177,7 @@ def train_policy(
         )
         told_loss, told = imitation_loss(learned, thoughts["expert_goal"], deciding)
         entropy = weighted_mean(entropy_of(logits), deciding)
-        loss = surrogate + 0.5 * fit + params.teaching * told_loss - entropy_coef * entropy
+        loss = surrogate + 0.5 * fit + params.kickstart_coef * told_loss - entropy_coef * entropy
         return loss, {
             **diagnostics,
             **value_diagnostics,
@@ -203,14 +203,14 @@ def train_policy(
     )  # fmt: skip
 
     expert = teacher or Scripted(town, [params.teacher], seed)
-    learner = Learner(town, shape, mind, critic, expert, company)
+    learner = Learner(town, shape, mind, critic, expert, co_players)
     world = town.reset(seed, worlds, distributed.rank() * worlds)
     # Lives begin at different ages, so that every batch holds all ages and all hours.
     ages = torch.randint(shape.lifespan, (params.worlds,), generator=rng)
-    world = town.rearrange(world, tick=distributed.part(ages))
-    blank = distributed.part(tuple(first(params.worlds, learner.agents)))
-    met = company.start(worlds) if company else ()
-    memory = Memory(AgentState(*blank), expert.reset(world), met)
+    world = town.rearrange(world, tick=distributed.local_shard(ages))
+    blank = distributed.local_shard(tuple(first(params.worlds, learner.agents)))
+    met = co_players.start(worlds) if co_players else ()
+    memory = RolloutCarry(AgentState(*blank), expert.reset(world), met)
     # The ticks of imitation, in which nothing is imagined, are too few to be worth compiling.
     steps = {
         imitating: fused_step(town, learner, compiling.rollout and not imitating, precision)
@@ -233,8 +233,8 @@ def train_policy(
     if start:
         world = TensorDict(extra["world"], batch_size=world.batch_size)
         remembered = TensorDict(extra["expert"], batch_size=world.batch_size)
-        met = AgentState(*extra["company"]) if extra["company"] else ()
-        memory = Memory(AgentState(*extra["agent"]), remembered, met)
+        met = AgentState(*extra["co_players"]) if extra["co_players"] else ()
+        memory = RolloutCarry(AgentState(*extra["agent"]), remembered, met)
         score, scores = extra["score"], extra["scores"]
 
     def deliberating(clock: int) -> Tensor:
@@ -248,12 +248,12 @@ def train_policy(
         imitating = iteration < params.imitation_iterations
         buffer = buffers[imitating]
         share = max(0.0, 1 - iteration / (LED * params.imitation_iterations)) if imitating else 0.0
-        driven = distributed.part(torch.arange(params.worlds) < round(share * params.worlds))
+        driven = distributed.local_shard(torch.arange(params.worlds) < round(share * params.worlds))
         clocks = range(iteration * params.rollout, (iteration + 1) * params.rollout)
         thinking = [deliberating(clock) for clock in clocks]
         contexts = [(None, driven) if imitating else (now, None) for now in thinking]
-        if company:
-            company.meet(rng)
+        if co_players:
+            co_players.meet(rng)
         world, memory = collect(steps[imitating], world, memory, buffer, contexts)
         with region("loss"):
             add_advantages(buffer, learner, world, params)
@@ -292,7 +292,7 @@ def train_policy(
                 "world": dict(world.items()),
                 "expert": dict(memory.expert.items()),
                 "agent": tuple(memory.agent),
-                "company": tuple(memory.company),
+                "co_players": tuple(memory.co_players),
                 "score": score,
             },
         )
@@ -314,7 +314,9 @@ def episode_scores(buffer: RolloutBuffer, score: Tensor, scores: Tensor) -> tupl
         finished.append((flat * ended).sum())
         counts.append(ended.sum().float())
         flat = torch.where(data["done"][t], 0.0, flat)
-    for total, count in zip(*distributed.total(torch.stack(finished), torch.stack(counts))):
+    for total, count in zip(
+        *distributed.all_reduce_sum(torch.stack(finished), torch.stack(counts))
+    ):
         mean = total / count.clamp_min(1)
         weight = torch.minimum(count / 256, torch.ones(()))
         first = torch.where(scores[1] == 0, torch.ones(()), weight)

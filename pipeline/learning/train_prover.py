@@ -23,8 +23,6 @@ from hamlet.learning.checkpoint import Checkpoint
 from hamlet.learning.losses import (
     entropy_of,
     imitation_loss,
-    log_prob_of,
-    masked_logits,
     ppo_policy_loss,
     value_loss,
     weighted_mean,
@@ -32,6 +30,7 @@ from hamlet.learning.losses import (
 from hamlet.learning.returns import gae
 from hamlet.learning.rollout import Record, Step, collect, evaluate, fused_step, learn
 from hamlet.learning.update import Update
+from hamlet.modules.categorical import log_prob_of, masked_logits
 from hamlet.proofs.knowledge import find
 from hamlet.proofs.policy import Prover, ProverInput, ProverShape, entity_signature
 from hamlet.proofs.ranking import (
@@ -410,8 +409,8 @@ def _train(
     )
     generator = torch.Generator().manual_seed(seed)
     world.train()
-    slots = distributed.share(config.slots, "params.yaml: proofs.slots")
-    state = distributed.part(world.reset(seed, config.slots))
+    slots = distributed.local_count(config.slots, "params.yaml: proofs.slots")
+    state = distributed.local_shard(world.reset(seed, config.slots))
     start = 0
     saver = None
     if file is not None:

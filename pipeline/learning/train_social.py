@@ -13,7 +13,7 @@ from hamlet.learning import distributed
 from hamlet.learning.checkpoint import Checkpoint
 from hamlet.learning.log import Log
 from hamlet.learning.losses import weighted_means
-from hamlet.learning.sequences import Lanes, per_agent
+from hamlet.learning.sequences import SequenceReader, per_agent
 from hamlet.learning.update import Update
 from hamlet.modules.contracts import TownShape, others_of
 from hamlet.modules.social import Social
@@ -94,8 +94,13 @@ def train_social(
     until = params.steps if until is None else until
     torch.manual_seed(seed)
     model = Social(shape, params.hidden)
-    lanes = Lanes(data, worlds, params.lanes, params.chunk, torch.Generator().manual_seed(seed))
-    slots = distributed.share(params.lanes, "params.yaml: social.lanes") * shape.num_agents
+    reader = SequenceReader(
+        data, worlds, params.sequences, params.chunk, torch.Generator().manual_seed(seed)
+    )
+    slots = (
+        distributed.local_count(params.sequences, "params.yaml: social.sequences")
+        * shape.num_agents
+    )
     state = torch.zeros(slots, shape.num_others, model.recurrent_dim)
     carried: list[Tensor] = []
 
@@ -105,12 +110,12 @@ def train_social(
         return parts["goal"] + parts["next_action"], parts
 
     update = Update(loss, model.parameters(), learning_rate=params.learning_rate)
-    saved = Checkpoint(checkpoint, {"model": model, "update": update, "lanes": lanes})
+    saved = Checkpoint(checkpoint, {"model": model, "update": update, "reader": reader})
     start, extra = saved.load()
     state = extra.get("state", state)
     for step in log.steps(until, start):
         update.set_learning_rate(params.learning_rate * (1 - step / params.steps))
-        metrics = update(lanes.read(), state)
+        metrics = update(reader.read(), state)
         state = carried[0]
         log.record(step, metrics)
         saved.save(step + 1, rows={"state": state}, force=step + 1 == until)

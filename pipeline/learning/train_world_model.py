@@ -177,9 +177,9 @@ def train_world_model(
     rng = torch.Generator().manual_seed(seed)
     model.scale.copy_(output_scale(model, windows(experience, 1, 8192, worlds, rng)))
 
-    distributed.share(params.batch, "params.yaml: world_model.batch")
+    distributed.local_count(params.batch, "params.yaml: world_model.batch")
     drawn = torch.arange(params.members * params.batch).view(params.members, params.batch)
-    own = distributed.part(drawn, 1)
+    own = distributed.local_shard(drawn, 1)
 
     def loss(window: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         return world_model_loss(model, window)

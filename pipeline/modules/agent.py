@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from hamlet.learning.losses import log_prob_of, masked_logits
+from hamlet.modules.categorical import log_prob_of, masked_logits
 from hamlet.modules.contracts import (
     METERS,
     BeliefDistribution,
@@ -26,7 +26,7 @@ from hamlet.modules.contracts import (
 from hamlet.profiling import region
 
 IMAGINED_DISCOUNT = 0.97
-TEMPTED = 1.0
+SWITCH_MARGIN = 1.0
 """Nats by which another goal must seem likelier than the pursued one to take its place at once."""
 MULTIPLIER, MODULUS = 48271, 2**31 - 1
 SHOCK, SURPRISE_KEPT = 0.005, 0.9
@@ -78,14 +78,14 @@ class Thoughts(NamedTuple):
     action_logits: Tensor
 
 
-def tempted(prior: Tensor, goal: Tensor) -> Tensor:
+def should_switch_goal(prior: Tensor, goal: Tensor) -> Tensor:
     """bool [.]: some goal of `prior` float32 [., G] seems far likelier than `goal` int64 [.] now.
 
     A goal that is dropped when another one looks better loses nothing by having been long (Sutton,
     Precup and Singh 1999, section 6, interrupting options).
     """
     kept = prior.gather(-1, goal.unsqueeze(-1)).squeeze(-1)
-    return prior.amax(-1) - kept > TEMPTED
+    return prior.amax(-1) - kept > SWITCH_MARGIN
 
 
 def foreseen(thoughts: Thoughts, goal: Tensor, action: Tensor) -> Tensor:
@@ -258,12 +258,12 @@ class Mind(nn.Module):
         """
         deliberate = state.clock % self.policy.meta_period == 0
         ended = self.policy.goal_ended(f.known_state, state.goal, state.goal_age)
-        decide = deliberate | ended | tempted(prior, state.goal)
+        decide = deliberate | ended | should_switch_goal(prior, state.goal)
         goal = torch.where(decide, logits.argmax(-1), state.goal)
         age = torch.where(decide, 0, state.goal_age) + 1
         return decide, state._replace(goal=goal, goal_age=age, clock=state.clock + 1)
 
-    def explore(
+    def sample_step(
         self,
         obs: RawObservation,
         state: AgentState,
@@ -345,9 +345,9 @@ class Mind(nn.Module):
             action int64 [.], the fields of the new `AgentState`, the fields of `Thoughts`;
             what is imagined is zero for those who do not deliberate.
         """
-        return self.tick(tensors, self.considered)
+        return self.think(tensors, self.considered)
 
-    def tick(
+    def think(
         self, tensors: Sequence[Tensor], consider: Callable[..., Sequence[Tensor]]
     ) -> tuple[Tensor, ...]:
         """As `forward`, with somebody else calling `self.consider` for those who deliberate.

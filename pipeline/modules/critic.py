@@ -8,11 +8,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from hamlet.learning.distributed import part, whole
 from hamlet.modules.contracts import TownShape
 from hamlet.modules.policy import mlp
-
-OF_AGENTS = ("meters", "position", "alive", "last_affordance", "progress")
 
 
 def privileged_dim(shape: TownShape) -> int:
@@ -42,21 +39,6 @@ def privileged_features(town: Any, shape: TownShape, state: TensorDict) -> Tenso
     using = nn.functional.one_hot(state["last_affordance"].long() + 1, shape.num_affordances + 1)
     working = using[..., 1:] * (state["progress"].unsqueeze(-1).float() / 10)
     return torch.cat([rows, offsets, clock, working], -1)
-
-
-def gathered_features(town: Any, shape: TownShape, state: TensorDict) -> Tensor:
-    """float32 [B, N / ranks, P] `privileged_features` where agents of one world live on many ranks.
-
-    Ranks tell each other the true state of their agents. The gradient of that state comes back
-    summed over the ranks, so each must take the loss of its own agents only (`distributed.whole`).
-
-    Args:
-        state: of the world [B], but of the agents only this rank's: fields OF_AGENTS are
-            [B, N / ranks, ...], those of rank k being the k-th of the N agents.
-    """
-    everyone = {name: whole(state[name], 1) for name in OF_AGENTS}
-    known = TensorDict({**dict(state.items()), **everyone}, batch_size=state.batch_size)
-    return part(privileged_features(town, shape, known), 1)
 
 
 class Critic(nn.Module):

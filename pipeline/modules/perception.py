@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hamlet.frontier import where_to_look
 from hamlet.modules.contracts import (
     LOOK,
     METERS,
@@ -24,7 +25,6 @@ from hamlet.modules.contracts import (
     RawObservation,
     TownShape,
 )
-from hamlet.unseen import where_to_look
 
 VISION = 2  # cells that the 5x5 view shows to each side
 LOG_STD_MIN = -5.0
@@ -49,7 +49,7 @@ class Perception(nn.Module):
     view_x: Tensor
     view_y: Tensor
     is_x: Tensor
-    settled_odds: Tensor | None
+    cached_odds: Tensor | None
 
     def __init__(self, shape: TownShape, hidden: int, latent: int) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Perception(nn.Module):
         self.register_buffer("view_y", in_view // 5 - VISION, persistent=False)
         is_x = torch.tensor([True, False]).repeat(shape.num_affordances)
         self.register_buffer("is_x", is_x, persistent=False)
-        self.register_buffer("settled_odds", None, persistent=False)
+        self.register_buffer("cached_odds", None, persistent=False)
 
     @property
     def belief_dim(self) -> int:
@@ -98,7 +98,7 @@ class Perception(nn.Module):
         y = (self_state[:, METERS + 1] * last_y).round().long().clamp(0, last_y)
         return x, y
 
-    def remember(self, view: Tensor, self_state: Tensor, memory: Tensor) -> Tensor:
+    def update_map(self, view: Tensor, self_state: Tensor, memory: Tensor) -> Tensor:
         """Write the view into the map memory [., cells] (see `BeliefDistribution`)."""
         x, y = (at.unsqueeze(1) for at in self.position(self_state))
         column, row = x + self.view_x, y + self.view_y
@@ -109,7 +109,7 @@ class Perception(nn.Module):
         cell = torch.where(on_map, row * width + column, y * width + x)
         return memory.scatter(1, cell, torch.where(on_map, seen, own))
 
-    def hear(
+    def update_map_from_cues(
         self, self_state: Tensor, cues: Tensor, others_offset: Tensor, memory: Tensor
     ) -> Tensor:
         """Write into the map memory what the others' cues tell of cells that were never in view.
@@ -140,9 +140,9 @@ class Perception(nn.Module):
         odds = (table - table.amax(0)).clamp_min(-60).exp()
         return odds.repeat_interleave(2, 1).double()
 
-    def settle(self) -> None:
+    def cache_odds(self) -> None:
         """Work out, once, what follows from the weights alone: they will not change any more."""
-        self.settled_odds = self.odds().detach()
+        self.cached_odds = self.odds().detach()
 
     def location_logits(self, memory: Tensor) -> Tensor:
         """[., cells, F] log-odds of each affordance being in each cell, given the map memory."""
@@ -160,8 +160,8 @@ class Perception(nn.Module):
     ) -> BeliefDistribution:
         """Perceive one tick; fields as in `RawObservation`, [., R] state in and out."""
         hidden, memory = recurrent_state.split([self.hidden, self.shape.num_cells], dim=1)
-        memory = self.remember(view, self_state, memory)
-        memory = self.hear(self_state, cues, others_offset, memory)
+        memory = self.update_map(view, self_state, memory)
+        memory = self.update_map_from_cues(self_state, cues, others_offset, memory)
         hidden = self.gru(
             self.encode(view, occupancy, self_state, cues, visible, others_offset), hidden
         )
@@ -232,8 +232,10 @@ class Perception(nn.Module):
         hiddens, memories = [], []
         for t in range(len(first)):
             going = ~first[t].unsqueeze(-1)
-            memory = self.remember(obs.view[t], obs.self_state[t], memory * going)
-            memory = self.hear(obs.self_state[t], obs.cues[t], obs.others_offset[t], memory)
+            memory = self.update_map(obs.view[t], obs.self_state[t], memory * going)
+            memory = self.update_map_from_cues(
+                obs.self_state[t], obs.cues[t], obs.others_offset[t], memory
+            )
             hidden = self.gru(encoded[t], hidden * going)
             hiddens.append(hidden)
             memories.append(memory)
@@ -258,7 +260,7 @@ class Perception(nn.Module):
         cells there are with each code, and the sums of their x, y, x^2 and y^2, are weighed by the
         odds of the code. All but the odds are whole numbers, added up several in one (`packed`).
         """
-        odds = self.odds() if self.settled_odds is None else self.settled_odds
+        odds = self.odds() if self.cached_odds is None else self.cached_odds
         code = memory.long()
         words = [
             code.new_zeros(code.shape[0], len(odds)).scatter_add(1, code, word.expand_as(code))

@@ -49,7 +49,7 @@ class Policy(nn.Module):
     steps: Tensor
     posted: Tensor
     posted_at: Tensor
-    urges: Tensor
+    low_money_biases: Tensor
 
     def __init__(
         self,
@@ -84,9 +84,9 @@ class Policy(nn.Module):
         steps = [(0.0, 0.0), *(STEPS.get(name, (0.0, 0.0)) for name in shape.action_names)]
         self.register_buffer("steps", torch.tensor(steps), persistent=False)
         self.register_buffer("goal_targets", goal_targets)
-        urges = EARNING * (goal_targets[:, self.money] > 0)
-        urges[shape.goal_names.index("rest")] = IDLING
-        self.register_buffer("urges", urges, persistent=False)
+        low_money_biases = EARNING * (goal_targets[:, self.money] > 0)
+        low_money_biases[shape.goal_names.index("rest")] = IDLING
+        self.register_buffer("low_money_biases", low_money_biases, persistent=False)
         posted, posted_at = timetable.unique(dim=0, return_inverse=True)
         posted = (posted * posted.new_tensor(HOUR_UNITS)).transpose(1, 2).contiguous()
         self.register_buffer("posted", posted)
@@ -145,9 +145,9 @@ class Policy(nn.Module):
 
     def prior_logits(self, f: Features) -> Tensor:
         """float32 [., G] D1's first thought, before imagination."""
-        return self.learned_logits(f) + self.urge(f.known_state)
+        return self.learned_logits(f) + self.low_money_bias(f.known_state)
 
-    def urge(self, known_state: Tensor) -> Tensor:
+    def low_money_bias(self, known_state: Tensor) -> Tensor:
         """float32 [., G]: who has no money must not wait for better times.
 
         Nearly all ends late in life that a trained agent had without this rule, and its teacher had
@@ -156,7 +156,7 @@ class Policy(nn.Module):
         """
         broke = known_state[..., self.money, None] < BROKE
         tired = known_state[..., self.energy, None] < FRESH
-        return (broke & tired) * self.urges
+        return (broke & tired) * self.low_money_biases
 
     def learned_logits(self, f: Features) -> Tensor:
         """float32 [., G] the goals as imitation and PPO taught them."""

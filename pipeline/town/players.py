@@ -22,12 +22,12 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from hamlet.frontier import where_to_look
 from hamlet.town import personalities
 from hamlet.town.config import BASE_ACTIONS
 from hamlet.town.counter import counter_uniform
 from hamlet.town.tables import ALWAYS, opening
 from hamlet.town.town import DOWN, INTERACT, LEFT, RIGHT, UP, WAIT, Town
-from hamlet.unseen import where_to_look
 
 STREAM_CHARACTER, STREAM_RANDOM, STREAM_WANDER, STREAM_VISIT = 4096, 4224, 8192, 12288
 STRETCH = 16  # ticks for which a wandering mood lasts

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import multiprocessing
 
-from hamlet.learning.distributed import joined
+from hamlet.learning.distributed import process_group
 
 MOST = 4
 PATIENCE = 300  # seconds until a rank that says nothing is an error, not a test that hangs
@@ -59,7 +59,7 @@ def _serve(rank: int, asked: Any, told: Any, folder: Path) -> None:
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
         try:
-            with joined():
+            with process_group():
                 torch.save(function(*arguments), folder / f"{rank}.pt")
             told.put("")
         except BaseException as error:

@@ -8,14 +8,14 @@ from tensordict import TensorDict
 from torch import nn
 
 from hamlet.learning.checkpoint import Checkpoint
-from hamlet.learning.sequences import Lanes
+from hamlet.learning.sequences import SequenceReader
 from hamlet.learning.update import Update
 
 STEPS = 14
 
 
 def train(path, stop_at: int | None = None, interval: float = 0.0):
-    """A small recurrent learner over lanes; returns its weights and state, or None if stopped."""
+    """A small recurrent learner over reader; returns its weights and state, or None if stopped."""
     torch.manual_seed(3)
     torch.set_num_threads(1)
     model = nn.GRUCell(2, 4)
@@ -27,7 +27,7 @@ def train(path, stop_at: int | None = None, interval: float = 0.0):
         },
         batch_size=[12, 5],
     )
-    lanes = Lanes(data, torch.arange(5), 2, 4, torch.Generator().manual_seed(4))
+    reader = SequenceReader(data, torch.arange(5), 2, 4, torch.Generator().manual_seed(4))
     noise = torch.Generator().manual_seed(5)
     state = torch.zeros(6, 4)
     carried = []
@@ -40,7 +40,7 @@ def train(path, stop_at: int | None = None, interval: float = 0.0):
 
     update = Update(loss, model.parameters(), learning_rate=0.05)
     saved = Checkpoint(
-        path, {"model": model, "update": update, "lanes": lanes, "noise": noise}, interval
+        path, {"model": model, "update": update, "reader": reader, "noise": noise}, interval
     )
     start, extra = saved.load()
     state = extra.get("state", state)
@@ -48,7 +48,7 @@ def train(path, stop_at: int | None = None, interval: float = 0.0):
         if step == stop_at:
             return None
         update.set_learning_rate(0.05 * (1 - step / STEPS))
-        update(lanes.read(), state)
+        update(reader.read(), state)
         state = carried[0]
         saved.save(step + 1, {"state": state})
     return [p.detach().clone() for p in model.parameters()], state, start

@@ -12,20 +12,21 @@ from hamlet.artifacts import HamletError
 from hamlet.learning import distributed
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.checkpoint import Checkpoint
-from hamlet.learning.distributed import noise, part, sum_gradients, whole
+from hamlet.learning.distributed import all_gather, local_shard, noise, sum_gradients
+from hamlet.learning.gathered_critic import OF_AGENTS, gathered_features
 from hamlet.learning.losses import (
     entropy_of,
-    log_prob_of,
     normalise,
     ppo_policy_loss,
     value_loss,
     weighted_mean,
     weighted_means,
 )
-from hamlet.learning.sequences import Lanes
+from hamlet.learning.sequences import SequenceReader
 from hamlet.learning.update import Update
+from hamlet.modules.categorical import log_prob_of
 from hamlet.modules.contracts import TownShape
-from hamlet.modules.critic import OF_AGENTS, Critic, gathered_features, privileged_features
+from hamlet.modules.critic import Critic, privileged_features
 from hamlet.town import Scripted, Town, load_pack
 
 CLOSE = {"atol": 1e-6, "rtol": 1e-5}
@@ -60,11 +61,11 @@ def everything() -> dict[str, torch.Tensor]:
 
 
 def there_and_back(dim):
-    back = whole(part(everything(), dim), dim)
-    kept = whole(part(TensorDict(everything(), batch_size=[6]))["bool"])
+    back = all_gather(local_shard(everything(), dim), dim)
+    kept = all_gather(local_shard(TensorDict(everything(), batch_size=[6]))["bool"])
     torch.manual_seed(5)
-    drawn = noise(part(torch.zeros(3, 12), 1), 1)
-    return {"back": back, "kept": kept, "noise": whole(drawn, 1), "next": torch.rand(2)}
+    drawn = noise(local_shard(torch.zeros(3, 12), 1), 1)
+    return {"back": back, "kept": kept, "noise": all_gather(drawn, 1), "next": torch.rand(2)}
 
 
 @pytest.mark.parametrize(("count", "dim"), [(2, 0), (3, 0), (2, 1)])
@@ -85,7 +86,7 @@ def test_parts_make_the_whole_and_noise_is_drawn_once(ranks, count, dim):
 def buffered(ticks, slots):
     buffer = RolloutBuffer(ticks)
     for t in range(ticks):
-        buffer.add({"id": part(torch.arange(slots) + t * slots)})
+        buffer.add({"id": local_shard(torch.arange(slots) + t * slots)})
     generator = torch.Generator().manual_seed(8)
     return [[b["id"] for b in buffer.minibatches(5, generator)] for _ in range(2)]
 
@@ -104,17 +105,17 @@ def test_ranks_share_the_very_minibatches_of_one_process(ranks):
 
 def test_alone_nothing_is_done():
     rows = torch.zeros(3)
-    assert part(rows) is rows
-    assert whole(rows) is rows
-    assert distributed.total(rows, rows)[0] is rows
-    assert distributed.share(7, "lanes") == 7
+    assert local_shard(rows) is rows
+    assert all_gather(rows) is rows
+    assert distributed.all_reduce_sum(rows, rows)[0] is rows
+    assert distributed.local_count(7, "lanes") == 7
     assert not torch.distributed.is_initialized()
 
 
 def uneven():
     with pytest.raises(HamletError, match=r"^policy.worlds is 7, which 2 ranks cannot share.*: "):
-        distributed.share(7, "policy.worlds")
-    return distributed.share(8, "policy.worlds")
+        distributed.local_count(7, "policy.worlds")
+    return distributed.local_count(8, "policy.worlds")
 
 
 def test_what_cannot_be_shared_is_told(ranks):
@@ -174,7 +175,7 @@ def batches(count, rows=48):
 def trained(steps, **options):
     model = actor()
     update = Update(ppo(model), model.parameters(), learning_rate=0.01, **options)
-    told = [update(*part(batch)) for batch in batches(steps)]
+    told = [update(*local_shard(batch)) for batch in batches(steps)]
     names = [name for name in told[0] if name != "compile_active"]
     return {
         "weights": weights(model),
@@ -228,7 +229,7 @@ def overflowing():
         y = x.sum(-1)
         if step == 14 and distributed.rank() == 1:
             x = x * torch.inf
-        update(*part((x, y, torch.ones(8))))
+        update(*local_shard((x, y, torch.ones(8))))
         kept.append(weights(model))
     return {"kept": torch.stack(kept), "skipped": update.skipped_steps}
 
@@ -259,8 +260,8 @@ def followed(path, stop_at, steps=10):
         },
         batch_size=[12, 5],
     )
-    lanes = Lanes(data, torch.arange(5), 6, 4, torch.Generator().manual_seed(4))
-    state = torch.zeros(distributed.share(6, "lanes") * 3, 4)
+    lanes = SequenceReader(data, torch.arange(5), 6, 4, torch.Generator().manual_seed(4))
+    state = torch.zeros(distributed.local_count(6, "lanes") * 3, 4)
     carried = []
 
     def loss(chunk, state):
@@ -279,7 +280,7 @@ def followed(path, stop_at, steps=10):
         update(lanes.read(), state)
         state = carried[0]
         saved.save(step + 1, {"step": step}, {"state": state})
-    return {"weights": weights(model), "state": whole(state), "start": start}
+    return {"weights": weights(model), "state": all_gather(state), "start": start}
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2), (2, 3)])
@@ -350,26 +351,26 @@ def judged(wrongly=False):
     critic = Critic(shape, 16)
     state = TensorDict(dict(state.items()), batch_size=state.batch_size)
     for name in OF_AGENTS:
-        state[name] = part(state[name], 1).clone()
+        state[name] = local_shard(state[name], 1).clone()
     state["meters"].requires_grad_()
     if distributed.ranks() == 1:
         features = privileged_features(town, shape, state)
     else:
         features = gathered_features(town, shape, state)
     values = critic(features)
-    own = (values, torch.zeros_like(values), part(returns, 1), part(weight, 1))
+    own = (values, torch.zeros_like(values), local_shard(returns, 1), local_shard(weight, 1))
     if wrongly:
-        everyone = whole(values, 1)
+        everyone = all_gather(values, 1)
         loss = ((everyone - returns).square() * weight).sum() / weight.sum()
     else:
         loss, _ = value_loss(*own, clip=1e9)
     loss.backward()
     sum_gradients(critic.parameters())
     return {
-        "values": whole(values.detach(), 1),
+        "values": all_gather(values.detach(), 1),
         "loss": loss.detach(),
         "critic": torch.cat([p.grad.flatten() for p in critic.parameters()]),
-        "meters": whole(state["meters"].grad, 1),
+        "meters": all_gather(state["meters"].grad, 1),
     }
 
 

@@ -11,12 +11,11 @@ from hamlet.learning.losses import (
     entropy_of,
     imitation_loss,
     impala_loss,
-    log_prob_of,
-    masked_logits,
     normalise,
     ppo_policy_loss,
     value_loss,
 )
+from hamlet.modules.categorical import log_prob_of, masked_logits
 
 
 @pytest.fixture

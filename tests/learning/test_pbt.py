@@ -248,7 +248,7 @@ def shared(tmp_path_factory) -> Path:
     return folder
 
 
-SOCIAL = SocialParams(hidden=8, steps=12, lanes=2, chunk=8, learning_rate=1e-2)
+SOCIAL = SocialParams(hidden=8, steps=12, sequences=2, chunk=8, learning_rate=1e-2)
 
 
 def test_a_training_in_parts_is_the_training(shared, tmp_path):
@@ -297,13 +297,15 @@ def test_members_that_are_stacked_take_the_steps_they_would_take_one_by_one(shar
     from tensordict import TensorDict
 
     from benchmarks.vectorised import Losing, separately, stacked
-    from hamlet.learning.sequences import Lanes
+    from hamlet.learning.sequences import SequenceReader
     from hamlet.learning.tune_social import opened
     from hamlet.modules.social import Social
 
     data, worlds, shape = opened(shared)
     rngs = [torch.Generator().manual_seed(seed) for seed in range(3)]
-    lanes = [Lanes(data, worlds["learn"], SOCIAL.lanes, SOCIAL.chunk, rng) for rng in rngs]
+    lanes = [
+        SequenceReader(data, worlds["learn"], SOCIAL.sequences, SOCIAL.chunk, rng) for rng in rngs
+    ]
 
     def population() -> list[Losing]:
         torch.manual_seed(0)
@@ -312,7 +314,7 @@ def test_members_that_are_stacked_take_the_steps_they_would_take_one_by_one(shar
     members, begun = population(), population()
     apart = separately(members, SOCIAL.learning_rate)
     together, weights = stacked(population(), SOCIAL.learning_rate)
-    slots = SOCIAL.lanes * shape.num_agents
+    slots = SOCIAL.sequences * shape.num_agents
     states = torch.zeros(3, slots, shape.num_others, begun[0].social.recurrent_dim)
     for _ in range(3):
         chunks = TensorDict.stack([each.read() for each in lanes])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hamlet.learning.checkpoint import Checkpoint
-from hamlet.learning.learner import Learner, Memory
+from hamlet.learning.learner import Learner, RolloutCarry
 from hamlet.learning.population import (
     Characters,
     Match,
@@ -78,12 +78,12 @@ def strangers(town, mind, blank, chance):
 def test_the_first_half_learns_and_strangers_play_the_rest(town):
     shape = TownShape.of(town)
     mind, blank = new_mind(town, SIZES)
-    company = strangers(town, mind, blank, [1.0, 0.0])
-    company.meet(torch.Generator().manual_seed(0))
-    learner = Learner(town, shape, mind, Critic(shape, 8), None, company)
+    co_players = strangers(town, mind, blank, [1.0, 0.0])
+    co_players.meet(torch.Generator().manual_seed(0))
+    learner = Learner(town, shape, mind, Critic(shape, 8), None, co_players)
     world = town.reset(3, 8)
     seen, thinking = town.observe(world), torch.arange(2) * 4
-    memory = Memory(blank(8, 2), None, company.start(8))
+    memory = RolloutCarry(blank(8, 2), None, co_players.start(8))
     acted, after, record = learner.act(world, seen, memory, thinking, None)
     assert acted.shape == (8, 4)
     assert record["action"].shape == record["value"].shape == (16,)
@@ -91,7 +91,7 @@ def test_the_first_half_learns_and_strangers_play_the_rest(town):
     scripted = Scripted(town, None, 0)
     assert torch.equal(acted[:4, 2:], scripted.act(world, scripted.reset(world))[0][:4, 2:])
     # In the other worlds the past self, which nothing of the learner's has changed.
-    alone = seat(mind, town, blank, company.past[0], 2, 4)
+    alone = seat(mind, town, blank, co_players.past[0], 2, 4)
     alone.imagines = False
     theirs, _ = alone.act(world[4:], seen[4:], alone.start(4))
     assert torch.equal(acted[4:, 2:], theirs)
@@ -101,10 +101,10 @@ def test_the_first_half_learns_and_strangers_play_the_rest(town):
 
 def test_a_stranger_forgets_at_the_end_of_its_life(town):
     mind, blank = new_mind(town, SIZES)
-    company = strangers(town, mind, blank, [1.0, 0.0])
-    lived = company.start(8)._replace(belief=torch.ones_like(company.start(8).belief))
+    co_players = strangers(town, mind, blank, [1.0, 0.0])
+    lived = co_players.start(8)._replace(belief=torch.ones_like(co_players.start(8).belief))
     over = torch.tensor([True, False] * 4)
-    left = company.forget(lived, over).belief.unflatten(0, (4, 2))  # of the last four worlds
+    left = co_players.forget(lived, over).belief.unflatten(0, (4, 2))  # of the last four worlds
     assert bool((left[0] == 0).all())
     assert bool((left[1] == 1).all())
 
@@ -115,13 +115,13 @@ def test_who_is_beaten_less_comes_more_often(town):
     assert odds.sum() == pytest.approx(1)
     assert (odds / odds[0]).tolist() == pytest.approx([1, 25, 25])
     assert bool((chances(torch.ones(3)) == 1 / 3).all())  # who beats all still meets all
-    company = strangers(town, mind, blank, [0.2, 0.8])
+    co_players = strangers(town, mind, blank, [0.2, 0.8])
     rng, met = torch.Generator().manual_seed(0), 0
     for _ in range(200):
-        company.meet(rng)
-        weight = company.selves.mind.policy.controller[0].weight
-        is_second = torch.equal(weight, company.past[1].controller[0].weight)
-        assert is_second or torch.equal(weight, company.past[0].controller[0].weight)
+        co_players.meet(rng)
+        weight = co_players.selves.mind.policy.controller[0].weight
+        is_second = torch.equal(weight, co_players.past[1].controller[0].weight)
+        assert is_second or torch.equal(weight, co_players.past[0].controller[0].weight)
         met += is_second
     assert 140 < met < 180
 
@@ -182,10 +182,10 @@ def test_a_member_that_is_interrupted_ends_the_same(town, tmp_path, monkeypatch)
         mind, blank = new_mind(town, SIZES)
         torch.manual_seed(4)
         critic = Critic(TownShape.of(town), 8)
-        company = strangers(town, mind, blank, [0.5, 0.5])
+        co_players = strangers(town, mind, blank, [0.5, 0.5])
         train_policy(
             town, TownShape.of(town), mind, blank, SIZES, PARAMS.compile, 0, tmp_path / file,
-            StoppedLog(stop), critic, company,
+            StoppedLog(stop), critic, co_players,
         )  # fmt: skip
         return mind.policy.state_dict() | critic.state_dict()
 

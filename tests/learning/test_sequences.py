@@ -1,11 +1,11 @@
-"""Lanes read recorded worlds in time order; windows of the world model stay inside one agent."""
+"""Recorded worlds are read in time order; windows of the world model stay inside one agent."""
 
 from __future__ import annotations
 
 import torch
 from tensordict import TensorDict
 
-from hamlet.learning.sequences import Lanes, per_agent
+from hamlet.learning.sequences import SequenceReader, per_agent
 from hamlet.learning.train_world_model import windows
 
 TICKS, WORLDS, AGENTS = 12, 6, 3
@@ -25,11 +25,13 @@ def record() -> TensorDict:
 
 
 def test_a_lane_reads_a_world_in_order_and_begins_others_at_their_beginning():
-    lanes = Lanes(record(), torch.tensor([0, 2, 5]), 4, 3, torch.Generator().manual_seed(1))
+    reader = SequenceReader(
+        record(), torch.tensor([0, 2, 5]), 4, 3, torch.Generator().manual_seed(1)
+    )
     last = None
     worlds = set()
     for _ in range(20):
-        chunk = lanes.read()
+        chunk = reader.read()
         assert chunk.shape == (3, 4 * AGENTS)
         tick, world = chunk["action"] // 100, chunk["action"] // 10 % 10
         assert (tick[1:] == tick[:-1] + 1).all()

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hamlet.learning.buffer import RolloutBuffer
-from hamlet.learning.learner import ACTION_STREAM, GOAL_STREAM, Learner, Memory, gumbel
+from hamlet.learning.learner import ACTION_STREAM, GOAL_STREAM, Learner, RolloutCarry, gumbel
 from hamlet.learning.train_policy import episode_scores, train_policy
 from hamlet.modules.contracts import TownShape
 from hamlet.modules.critic import Critic
@@ -118,7 +118,7 @@ def class_of_twelve():
     expert = Scripted(town, ["expert"], 0)
     learner = Learner(town, shape, mind, Critic(shape, 8), expert)
     world = town.reset(3, 12)
-    return learner, Memory(blank(12), expert.reset(world)), world
+    return learner, RolloutCarry(blank(12), expert.reset(world)), world
 
 
 def test_the_expert_is_asked_where_agents_deliberate_and_says_what_it_would_anyway():
@@ -160,21 +160,29 @@ def test_the_expert_goes_on_teaching_while_ppo_runs(tmp_path):
     town = Town(load_pack("l4_contention"), num_layouts=8)
     shape, params = TownShape.of(town), TINY
     agreement = {}
-    for teaching in (0.0, 3.0):
+    for kickstart_coef in (0.0, 3.0):
         sizes = params.policy.model_copy(
             update={
                 "imitation_iterations": 0, "critic_iterations": 0, "ppo_iterations": 24,
                 "worlds": 16, "rollout": 8, "minibatches": 2, "learning_rate": 3e-3,
-                "max_kl": 100.0, "teaching": teaching,
+                "max_kl": 100.0, "kickstart_coef": kickstart_coef,
             }
         )  # fmt: skip
         mind, blank = new_mind(town, sizes)
         before = {name: p.clone() for name, p in mind.policy.named_parameters()}
         log = Agreement()
         train_policy(
-            town, shape, mind, blank, sizes, params.compile, 0, tmp_path / f"{teaching}.pt", log
+            town,
+            shape,
+            mind,
+            blank,
+            sizes,
+            params.compile,
+            0,
+            tmp_path / f"{kickstart_coef}.pt",
+            log,
         )
-        agreement[teaching] = sum(log.values[-5:]) / 5
+        agreement[kickstart_coef] = sum(log.values[-5:]) / 5
         for name, p in mind.policy.named_parameters():  # PPO leaves the controller as it was
             if name.startswith(("controller.", "goal_prior.")):
                 assert torch.equal(p, before[name]) == name.startswith("controller."), name

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hamlet.learning.losses import log_prob_of, masked_logits
-from hamlet.modules.agent import SHOCK, AgentState, Mind, Thoughts, surprised, tempted
+from hamlet.modules.agent import SHOCK, AgentState, Mind, Thoughts, should_switch_goal, surprised
+from hamlet.modules.categorical import log_prob_of, masked_logits
 from hamlet.modules.contracts import METERS, Features, observation_from
 from hamlet.modules.perception import Perception
 from hamlet.modules.policy import BROKE, EARNING, FRESH, IDLING, Policy
@@ -58,7 +58,7 @@ def test_with_the_same_noise_explore_is_forward(mind, moment, shape):
     slots = len(state.goal)
     slice_ = torch.arange(0, slots, PERIOD)
     noise, _ = mind.draw(state.rng, shape.num_actions)
-    action, after, record = mind.explore(
+    action, after, record = mind.sample_step(
         obs, state, slice_, torch.zeros(slots, shape.num_goals), noise
     )
     expected, *rest = mind(*obs, *state)
@@ -90,11 +90,11 @@ def test_one_step_is_sampled_or_deterministic_by_a_flag(mind, moment, shape, sam
 
     def step(flag, *noise):
         drawn = [torch.cond(flag, torch.clone, torch.zeros_like, (x,)) for x in noise]
-        return mind.explore(obs, state, slice_, *drawn)
+        return mind.sample_step(obs, state, slice_, *drawn)
 
     ours = step(torch.tensor(sampled), *noise)
-    alone = mind.explore(obs, state, slice_, *(noise if sampled else silence))
-    other = mind.explore(obs, state, slice_, *(silence if sampled else noise))
+    alone = mind.sample_step(obs, state, slice_, *(noise if sampled else silence))
+    other = mind.sample_step(obs, state, slice_, *(silence if sampled else noise))
     assert torch.equal(ours[0], alone[0])
     assert not torch.equal(ours[0], other[0])
     for name, one in ours[2].items():
@@ -110,7 +110,7 @@ def test_what_is_recorded_is_enough_to_see_the_decision_again(mind, moment, shap
         -(-torch.rand(slots, n, generator=rng).clamp_min(1e-9).log()).log()
         for n in (shape.num_goals, shape.num_actions)
     ]
-    _, _, r = mind.explore(obs, state, torch.arange(0, slots, PERIOD), *noise)
+    _, _, r = mind.sample_step(obs, state, torch.arange(0, slots, PERIOD), *noise)
     f = Features(*(r[f"f_{name}"] for name in Features._fields))
     prior = mind.policy.prior_logits(f)
     considered = mind.policy.goal_logits(
@@ -204,7 +204,7 @@ def test_the_first_thought_knows_what_is_pursued_and_what_is_open(mind, moment, 
 def test_a_goal_is_dropped_for_one_that_is_clearly_preferred(mind, moment, shape):
     """And kept while none is, whatever the first thought would choose anew."""
     prior = torch.tensor([[0.0, 0.9, -3.0], [0.0, 1.1, -3.0], [0.0, 1.1, -3.0]])
-    assert tempted(prior, torch.tensor([0, 0, 1])).tolist() == [False, True, False]
+    assert should_switch_goal(prior, torch.tensor([0, 0, 1])).tolist() == [False, True, False]
     obs, state = moment
     state = state._replace(clock=torch.ones_like(state.clock), goal_age=torch.ones_like(state.goal))
     f = mind.sense(obs, state)[3]
@@ -214,7 +214,9 @@ def test_a_goal_is_dropped_for_one_that_is_clearly_preferred(mind, moment, shape
     assert open_ended.any()
     for pursuing in (content, torn):
         prior = mind.policy.prior_logits(mind.sense(obs, pursuing)[3])
-        expected = torch.where(tempted(prior, pursuing.goal), prior.argmax(-1), pursuing.goal)
+        expected = torch.where(
+            should_switch_goal(prior, pursuing.goal), prior.argmax(-1), pursuing.goal
+        )
         ended = mind.policy.goal_ended(f.known_state, pursuing.goal, pursuing.goal_age)
         goal = mind(*obs, *pursuing)[3]
         assert torch.equal(goal[~ended], expected[~ended])

@@ -89,7 +89,7 @@ def test_memory_is_the_true_map_where_the_agent_has_looked(town, shape):
     cell, looked = torch.arange(shape.num_cells), torch.zeros_like(memory, dtype=torch.bool)
     for _ in range(25):
         obs = observation_from(town.observe(world), 2)
-        memory = module.remember(obs.view, obs.self_state, memory)
+        memory = module.update_map(obs.view, obs.self_state, memory)
         x, y = (at[:, None] for at in module.position(obs.self_state))
         far = (cell % shape.width - x).abs().maximum((cell // shape.width - y).abs())
         looked |= far <= town.vision
@@ -116,8 +116,8 @@ def test_a_place_out_of_view_is_heard_of_from_whoever_shows_that_he_uses_it():
     told = 0
     for _ in range(25):
         obs = observation_from(town.observe(world), 2)
-        seen = module.remember(obs.view, obs.self_state, memory)
-        memory = module.hear(obs.self_state, obs.cues, obs.others_offset, seen)
+        seen = module.update_map(obs.view, obs.self_state, memory)
+        memory = module.update_map_from_cues(obs.self_state, obs.cues, obs.others_offset, seen)
         in_view = (seen > 0) & (seen <= shape.num_cell_codes)
         assert torch.equal(memory[in_view], seen[in_view])  # one's own eyes are believed
         told += int(((seen == 0) & (memory > 0)).sum())
@@ -140,8 +140,8 @@ def test_what_is_shown_beside_the_map_is_not_heard(shape, offset):
     cues = torch.ones(2, shape.num_others, shape.num_cues)
     others = torch.full((2, shape.num_others, 2), offset)
     nothing = torch.zeros(2, shape.num_cells)
-    assert not module.hear(own, cues, others, nothing).any()
-    here = module.hear(own, cues, torch.zeros_like(others), nothing)
+    assert not module.update_map_from_cues(own, cues, others, nothing).any()
+    here = module.update_map_from_cues(own, cues, torch.zeros_like(others), nothing)
     assert (here > shape.num_cell_codes).sum(1).tolist() == [1, 1]
 
 
@@ -226,7 +226,7 @@ def test_settled_it_perceives_to_the_bit_the_same(shape, recorded):
     state[:, module.hidden :] = torch.randint(0, 3, (12, shape.num_cells)).float()
     with torch.no_grad():
         before = perceive(module, recorded[0], 0, state)
-        module.settle()
+        module.cache_odds()
         after = perceive(module, recorded[0], 0, state)
     for name, ours, theirs in zip(before._fields, before, after, strict=True):
         assert torch.equal(ours, theirs), name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hamlet.unseen import where_to_look
+from hamlet.frontier import where_to_look
 
 
 def by_hand(unseen, x, y, vision):

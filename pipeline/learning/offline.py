@@ -6,8 +6,9 @@ A log is a TensorDict [T, S], ticks of S actors side by side: whatever the model
 - `reward` float, `done` bool: the answer, and whether the episode ended with it;
 - `truncated` bool (optional): it ended by a limit only; `action_mask` bool [T, S, A] (optional).
 
-Returns never cross the end of an episode. The last row of an unfinished one has no successor: it
-only gives its value to the row before.
+Returns never cross the end of an episode. What followed a truncated row, or the last row of an
+unfinished episode, is not in the log: nothing is learned from such a row, and only its value flows
+back.
 """
 
 from __future__ import annotations
@@ -75,8 +76,9 @@ def train_offline(
     ended = logged["done"]
     truncated = logged.get("truncated", torch.zeros_like(ended))
     terminated = ended & ~truncated
-    weight = (~truncated).float()
-    weight[-1] *= ended[-1].float()
+    known = ~truncated
+    known[-1] &= ended[-1]
+    weight = known.float()
     generator = torch.Generator().manual_seed(seed)
     coefficient = torch.tensor(entropy)
 
@@ -118,11 +120,11 @@ def train_offline(
             if objective == "impala":
                 targets, advantages = vtrace(
                     log_prob_of(logits, logged["action"]), logged["log_prob"], logged["reward"],
-                    values, following, terminated, ended, gamma,
+                    values, following, terminated, ended, gamma, known=known,
                 )  # fmt: skip
             else:
                 advantages, targets = gae(
-                    logged["reward"], values, following, terminated, ended, gamma, lam
+                    logged["reward"], values, following, terminated, ended, gamma, lam, known
                 )
         buffer.reset()
         extra = {"weight": weight, "value": values, "targets": targets, "advantages": advantages}

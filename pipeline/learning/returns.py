@@ -22,6 +22,7 @@ def gae(
     ended: Tensor,
     gamma: float,
     lam: float,
+    known: Tensor | None = None,
 ) -> Advantages:
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16).
 
@@ -34,11 +35,16 @@ def gae(
         ended: bool [T, ...] terminated or truncated: nothing flows back over this boundary.
         gamma: discount per tick.
         lam: trace decay.
+        known: bool [T, ...] whether what followed the tick is known; all, if None. Nothing can be
+            learned from a row of which it is not: its advantage is 0, its return its own value,
+            and nothing but that value flows back from it.
 
     Returns:
         advantages [T, ...] and returns = advantages + values.
     """
     delta = rewards + gamma * next_values * ~terminated - values
+    if known is not None:
+        delta, ended = torch.where(known, delta, 0.0), ended | ~known
     decay = gamma * lam * (~ended).to(delta.dtype)
     advantages = torch.empty_like(delta)
     carried = torch.zeros_like(delta[0])
@@ -65,6 +71,7 @@ def vtrace(
     gamma: float,
     rho_clip: float = 1.0,
     c_clip: float = 1.0,
+    known: Tensor | None = None,
 ) -> VTrace:
     """V-trace targets and policy-gradient advantages (Espeholt et al. 2018, IMPALA, eq. 1).
 
@@ -75,6 +82,8 @@ def vtrace(
     rho, c = ratio.clamp(max=rho_clip), ratio.clamp(max=c_clip)
     bootstrap = next_values * ~terminated
     delta = rho * (rewards + gamma * bootstrap - values)
+    if known is not None:
+        delta, ended = torch.where(known, delta, 0.0), ended | ~known
     correction = torch.empty_like(delta)
     carried = torch.zeros_like(delta[0])
     flows = (~ended).to(delta.dtype)
@@ -84,7 +93,8 @@ def vtrace(
     targets = values + correction
     following = torch.cat([targets[1:], next_values[-1:]])
     next_targets = torch.where(ended, bootstrap, following)
-    return VTrace(targets, rho * (rewards + gamma * next_targets - values))
+    advantages = rho * (rewards + gamma * next_targets - values)
+    return VTrace(targets, advantages if known is None else torch.where(known, advantages, 0.0))
 
 
 @torch.no_grad()

@@ -118,3 +118,60 @@ def test_discounted_stops_at_the_end_of_an_episode(e, gamma, last):
                 total += gamma ** (k - t) * last
                 break
         assert math.isclose(float(got[t]), total, rel_tol=1e-3, abs_tol=1e-3)
+
+
+def cut_lanes():
+    """Two unfinished lanes of a constant world, V = r / (1 - gamma): every advantage is 0."""
+    shape = (6, 2)
+    truncated = torch.zeros(shape, dtype=torch.bool)
+    truncated[2, 1] = True
+    known = ~truncated
+    known[-1] = False
+    values = torch.full(shape, 10.0)
+    following = torch.cat([values[1:], torch.zeros(1, 2)])
+    following[2, 1] = -50.0  # of another episode
+    return {
+        "rewards": torch.ones(shape), "values": values, "next_values": following,
+        "terminated": torch.zeros(shape, dtype=torch.bool), "ended": truncated, "known": known,
+    }  # fmt: skip
+
+
+def test_no_recursion_crosses_a_row_that_is_not_learned_from():
+    e = cut_lanes()
+    expected = torch.zeros(6, 2)
+    got = gae(**e, gamma=0.9, lam=0.95)
+    torch.testing.assert_close(got.advantages, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(got.returns, e["values"])
+    now = torch.tensor([0.3, -0.4]).expand(6, 2)
+    traced = vtrace(now, torch.zeros(6, 2), **e, gamma=0.9)
+    torch.testing.assert_close(traced.advantages, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(traced.targets, e["values"])
+
+
+@settings(max_examples=100)
+@given(experience(), st.floats(0.5, 0.999), st.floats(0, 1), st.data())
+def test_rows_of_which_nothing_is_known_are_cut_out(e, gamma, lam, data):
+    """The rows between two unknown ones get what they get alone, continued by its value."""
+    ticks = len(e["rewards"])
+    known = torch.tensor(data.draw(st.lists(st.booleans(), min_size=ticks, max_size=ticks)))
+    e["next_values"] = torch.cat([e["values"][1:], e["next_values"][-1:]])
+    whole = gae(**e, gamma=gamma, lam=lam, known=known)
+    ratio = torch.linspace(-0.5, 0.5, ticks)
+    traced = vtrace(ratio, torch.zeros(ticks), **e, gamma=gamma, known=known)
+    start = 0
+    for t in range(ticks):
+        if known[t] and t < ticks - 1:
+            continue
+        stop = t + 1 if known[t] else t
+        if stop > start:
+            part = {name: x[start:stop] for name, x in e.items()}
+            alone = gae(**part, gamma=gamma, lam=lam)
+            torch.testing.assert_close(whole.advantages[start:stop], alone.advantages)
+            zero = torch.zeros(stop - start)
+            alone = vtrace(ratio[start:stop], zero, **part, gamma=gamma)
+            torch.testing.assert_close(traced.targets[start:stop], alone.targets)
+            torch.testing.assert_close(traced.advantages[start:stop], alone.advantages)
+        if not known[t]:
+            assert whole.advantages[t] == 0.0 == traced.advantages[t]
+            assert whole.returns[t] == e["values"][t] == traced.targets[t]
+        start = t + 1

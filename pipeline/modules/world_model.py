@@ -130,7 +130,10 @@ class WorldModel(nn.Module):
 
     def fields(self, known_state: Tensor, *names: str) -> Tensor:
         """[., len(names)] of the self-state."""
-        return known_state[..., [self.shape.self_names.index(name) for name in names]]
+        # Not by a list in brackets: that is exported with transposes, and a product of a transpose
+        # in float64 has no kernel in ONNX Runtime before 1.26.
+        index = [self.shape.self_names.index(name) for name in names]
+        return known_state.index_select(-1, torch.tensor(index, device=known_state.device))
 
     def places_of(self, mean: Tensor, log_std: Tensor) -> tuple[Tensor, Tensor]:
         """[., F], [., F]: 1 where the agent knows the affordance's place, and where, known, it is

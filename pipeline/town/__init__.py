@@ -1,10 +1,31 @@
-"""The town: a survival world of many agents, as pure tensor functions."""
+"""The town: a survival world of many agents, as pure tensor functions.
 
-from hamlet.town.config import Pack, PackError, load_pack
-from hamlet.town.counter import counter_uniform
-from hamlet.town.players import Scripted
-from hamlet.town.render import render_ascii, render_png, save_gif
-from hamlet.town.town import Town
+Each name is loaded when it is first used: reading a pack needs no PyTorch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hamlet.town.config import Pack, PackError, load_pack
+    from hamlet.town.counter import counter_uniform
+    from hamlet.town.players import Scripted
+    from hamlet.town.render import render_ascii, render_png, save_gif
+    from hamlet.town.town import Town
+
+_HOMES = {
+    "Pack": "config",
+    "PackError": "config",
+    "Scripted": "players",
+    "Town": "town",
+    "counter_uniform": "counter",
+    "load_pack": "config",
+    "render_ascii": "render",
+    "render_png": "render",
+    "save_gif": "render",
+}
 
 __all__ = [
     "Pack",
@@ -17,3 +38,9 @@ __all__ = [
     "render_png",
     "save_gif",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hamlet.town' has no attribute {name!r}")
+    return getattr(import_module(f"hamlet.town.{_HOMES[name]}"), name)

@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from hamlet.artifacts import HamletError
+
 PACKS = Path(__file__).parent / "packs"
 MOVES = ("UP", "DOWN", "LEFT", "RIGHT")
 BASE_ACTIONS = (*MOVES, "INTERACT", "WAIT")
@@ -21,7 +23,7 @@ Amount = Annotated[float, Field(ge=-1.0, le=1.0)]
 Amounts = dict[str, Amount]
 
 
-class PackError(ValueError):
+class PackError(HamletError, ValueError):
     """A pack that cannot run. The message is one line: the file, the field and the fix."""
 
 

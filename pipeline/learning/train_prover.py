@@ -78,10 +78,8 @@ class TrainConfig:
 
 def build_prover(world: ProofWorld, use_prior: bool = True, hidden: int = 64) -> Prover:
     """An untrained prover for a world."""
-    graph, engine = world.graph, world.engine
-    shape = ProverShape(
-        graph.num_predicates, graph.num_entities, engine.num_kinds, engine.width, hidden
-    )
+    graph, kb = world.graph, world.kb
+    shape = ProverShape(graph.num_predicates, graph.num_entities, kb.num_kinds, kb.width, hidden)
     return Prover(shape, entity_signature(graph), use_prior)
 
 
@@ -191,7 +189,7 @@ def prove_all(
     proven = found.proven.clone()
     missed = (~proven).nonzero().flatten()
     if prover.use_prior and len(missed):
-        proofs = find_proofs(world.engine, queries[missed])
+        proofs = find_proofs(world.kb, queries[missed])
         proven[missed] = torch.tensor([proof is not None for proof in proofs])
     return found._replace(
         proven=proven,

@@ -11,8 +11,8 @@ from hamlet.artifacts import HamletError, atomic_dir, check_card, read_json, wri
 from hamlet.proofs.closure import close
 from hamlet.proofs.data import Graph, load_graph, write_graph
 from hamlet.proofs.kinship import kinship_graph
+from hamlet.proofs.knowledge_base import Budget
 from hamlet.proofs.policy import Prover, ProverInput, ProverShape, entity_signature
-from hamlet.proofs.unify import Budget
 from hamlet.proofs.world import ProofWorld, WorldConfig
 
 
@@ -51,7 +51,7 @@ def save_prover(folder: str | Path, prover: Prover, world: ProofWorld, rounds: i
                 "graph": world.graph.name,
                 "hidden": prover.shape.hidden,
                 "rounds": rounds,
-                "budget": world.engine.budget._asdict(),
+                "budget": world.kb.budget._asdict(),
                 "config": asdict(world.config),
             },
         )
@@ -75,8 +75,8 @@ def load_prover(folder: str | Path = "artifacts/prover") -> tuple[Prover, ProofW
     shape = ProverShape(
         graph.num_predicates,
         graph.num_entities,
-        world.engine.num_kinds,
-        world.engine.width,
+        world.kb.num_kinds,
+        world.kb.width,
         told["hidden"],
     )
     prover = Prover(shape, entity_signature(graph))

@@ -99,7 +99,7 @@ def ask(text: str, prover: Prover, world: ProofWorld, limit: int = 10) -> list[A
     if arguments == [None, None] and atom.head == atom.tail:
         fits &= head == tail
     triples = torch.stack([torch.full_like(head, predicate), head, tail], -1)[fits]
-    known = find(world.engine.facts.keys, keys[fits])[1]
+    known = find(world.kb.facts.keys, keys[fits])[1]
     answers = [Answer(_name(world, t), 1.0, Proof(_name(world, t), "")) for t in triples[known]]
     if len(answers) < limit and bool((~known).any()):
         answers += _proven(triples[~known], prover, world, limit - len(answers))
@@ -149,10 +149,10 @@ def prove(triple: Tensor, prover: Prover, world: ProofWorld) -> Proof | None:
     """The prover's greedy proof of one atom int64 [3]; else what `find_proofs` finds, or None."""
     proof = _greedy(triple, prover, world)
     if proof is None and prover.use_prior:
-        path = find_proofs(world.engine, triple[None])[0]
+        path = find_proofs(world.kb, triple[None])[0]
         if path is not None:
             replay = _Replay(world, triple)
-            for goals, found, place in follow(world.engine, triple, path):
+            for goals, found, place in follow(world.kb, triple, path):
                 replay.step(goals, found.goals, found.kind, found.atom, place)
             proof = replay.proof()
     return proof
@@ -168,7 +168,7 @@ def _greedy(triple: Tensor, prover: Prover, world: ProofWorld) -> Proof | None:
     while not bool(state["done"]):
         logits = prover.see(world.observe(state)).logits
         action = logits.masked_fill(~state["action_mask"], -math.inf).argmax(-1)
-        if int(action) == world.engine.width:
+        if int(action) == world.kb.width:
             return None
         replay.step(state["goals"], state["successors"], state["kind"], state["atom"], int(action))
         state = world.step_core(state, action)
@@ -176,7 +176,7 @@ def _greedy(triple: Tensor, prover: Prover, world: ProofWorld) -> Proof | None:
 
 
 class _Replay:
-    """Follows the engine's steps with terms whose variables become bound, to get the proof tree.
+    """Follows the search's steps with terms whose variables become bound, to get the proof tree.
 
     A term is an entity id or a `_Variable`.
     """
@@ -197,12 +197,12 @@ class _Replay:
         self, goals: Tensor, successors: Tensor, kinds: Tensor, atoms: Tensor, action: int
     ) -> None:
         """One resolution step from `goals` [1, A], by one of its `successors` [1, S, A]."""
-        engine, graph = self.world.engine, self.world.graph
+        kb, graph = self.world.kb, self.world.graph
         kind = int(kinds[0, action])
         left_over = int((successors[0, action] >= 0).sum())
-        node = self.open.pop(int(select_goal(engine, goals)[2]))
+        node = self.open.pop(int(select_goal(kb, goals)[2]))
         if kind >= 2:
-            rule = engine.rules
+            rule = kb.rules
             number = kind - 2
             variables: dict[int, int | _Variable] = {}
             for pattern, term in zip(rule.head[number, 1:].tolist(), node.terms):
@@ -217,7 +217,7 @@ class _Replay:
             node.children = children
             self.open = children + self.open
         else:
-            _, first, second = (int(x) for x in engine.unpack(atoms[0, action]))
+            _, first, second = (int(x) for x in kb.unpack(atoms[0, action]))
             self._unify(node.terms[0], first)
             self._unify(node.terms[1], second)
             if kind == LEMMA:
@@ -233,10 +233,10 @@ class _Replay:
             other.value = one
 
     def _close_facts(self, left_over: int) -> None:
-        """Drop what the engine dropped: facts, and goals that occur twice."""
+        """Drop what the resolution dropped: facts, and goals that occur twice."""
         kept: list[_Node] = []
         seen: dict[tuple, _Node] = {}
-        size, facts = self.world.graph.num_entities, self.world.engine.facts.keys
+        size, facts = self.world.graph.num_entities, self.world.kb.facts.keys
         for node in self.open:
             terms = tuple(self.value(t) for t in node.terms)
             name = (node.predicate, *(t if isinstance(t, int) else id(t) for t in terms))
@@ -252,7 +252,7 @@ class _Replay:
             kept.append(node)
         self.open = kept
         if len(kept) != left_over:
-            raise AssertionError("the replay lost track of the engine")
+            raise AssertionError("the replay lost track of the proof")
 
     def proof(self) -> Proof:
         graph = self.world.graph

@@ -14,41 +14,23 @@ lemma still has to be proven, so nothing is taken on trust.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hamlet.artifacts import HamletError
-from hamlet.proofs.closure import Closure
-from hamlet.proofs.data import Graph
-from hamlet.proofs.knowledge import Index, Rules, build_index, encode_rules, find
+from hamlet.proofs.knowledge import Index, find
+from hamlet.proofs.knowledge_base import (
+    HOPELESS,
+    NO_EVIDENCE,
+    PAD,
+    KnowledgeBase,
+    canonical,
+    is_ground,
+    look_up,
+)
 
-PAD = -1
-NO_EVIDENCE = -12.0  # least log-probability of what something derives
-HOPELESS = -1e5  # evidence of a goal that nothing derives
-MAX_ROUND_COST = 60  # rounds beyond count as this one
-SPARE = 64  # ids above the entities that are kept for variables
 FACT, LEMMA = 0, 1  # kinds of successor; 2 + r is rule r
-MAX_MATCHES = 64
-
-
-class Budget(NamedTuple):
-    """Fixed sizes of the engine. What exceeds one of them is dropped and counted.
-
-    Attributes:
-        goals: A, goals of one state.
-        facts: facts that one open goal is matched with.
-        lemmas: lemmas that one open goal is matched with; 0 turns lemmas off.
-        rules: rules that one goal is resolved with. Where its predicate has more, these are the
-            ones that derive a ground goal (with lemmas), else the most reliable ones.
-    """
-
-    goals: int = 6
-    facts: int = 32
-    lemmas: int = 0
-    rules: int = MAX_MATCHES
 
 
 class Successors(NamedTuple):
@@ -73,187 +55,44 @@ class Successors(NamedTuple):
     dropped: Tensor
 
 
-@dataclass(frozen=True)
-class Engine:
-    """Facts, rules and evidence as tensors, and the budget. Build it with `build_engine`.
-
-    Attributes:
-        bits: of one argument in a packed goal.
-        fact_codes, lemma_codes: int64 [2, F] packed atoms by argument position and row, as the
-            indexes list them.
-        keys: int64 [M] packed atoms of the closure, in its order.
-        log_p: float [M] log-probability of each by its evidence; HOPELESS where nothing derives it.
-        round_cost: float [M] what an atom's round counts for against all evidence together.
-        body: int64 [R, L, 3] as `Rules.body`, but variable -2 is always the head's second one.
-        diagonal: bool [R] the head has one variable twice.
-        by_rule: int64 [G] the rules that derive each atom of `keys` in its round, the strongest
-            first; those of atom i are by_rule[by_rule_start[i] : by_rule_start[i + 1]].
-    """
-
-    num_entities: int
-    num_predicates: int
-    bits: int
-    budget: Budget
-    facts: Index
-    lemmas: Index
-    fact_codes: Tensor
-    lemma_codes: Tensor
-    rules: Rules
-    body: Tensor
-    diagonal: Tensor
-    has_diagonal: bool
-    closure: Closure
-    keys: Tensor
-    log_p: Tensor
-    round_cost: Tensor
-    by_rule: Tensor
-    by_rule_start: Tensor
-
-    @property
-    def width(self) -> int:
-        """S: successors of one state."""
-        open_goal = self.budget.facts + self.budget.lemmas
-        rules = min(self.rules.of_predicate.shape[1], self.budget.rules)
-        return max(open_goal, rules) if self.budget.lemmas else open_goal + rules
-
-    @property
-    def num_kinds(self) -> int:
-        return 2 + max(self.rules.count, 1)
-
-    def pack(self, atoms: Tensor) -> Tensor:
-        """int64 [...] of atoms or goals [..., 3]; a negative predicate is PAD."""
-        predicate, left, right = atoms.long().unbind(-1)
-        packed = (((predicate << self.bits) | left) << self.bits) | right
-        return torch.where(predicate < 0, PAD, packed)
-
-    def unpack(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(predicate, left, right) of packed goals; the predicate of PAD is negative."""
-        mask = (1 << self.bits) - 1
-        return packed >> (2 * self.bits), (packed >> self.bits) & mask, packed & mask
-
-    def start(self, queries: Tensor) -> Tensor:
-        """int64 [B, A] the states that ask for the atoms int64 [B, 3]."""
-        rest = queries.new_full((len(queries), self.budget.goals - 1), PAD)
-        return torch.cat([self.pack(queries)[:, None], rest], 1)
-
-
-def build_engine(graph: Graph, closure: Closure, budget: Budget | None = None) -> Engine:
-    """An engine over the training facts of a graph.
-
-    Args:
-        closure: evidence, and lemmas if the budget has room for them.
-        budget: sizes; by default wide enough for all but the largest hubs.
-
-    Raises:
-        HamletError: a rule's body does not fit the budget, or the graph does not fit an integer.
-    """
-    rules = encode_rules(graph, closure.confidence)
-    size, predicates = graph.num_entities, graph.num_predicates
-    longest = int(rules.lengths.max()) if rules.count else 1
-    facts = build_index(graph.splits["train"], predicates, size)
-    derived = ~closure.is_fact
-    every = torch.stack(
-        [closure.keys // size**2, closure.keys // size % size, closure.keys % size], -1
-    )
-    cost = (closure.round.float() - torch.sigmoid(closure.evidence))[derived]
-    lemmas = build_index(every[derived], predicates, size, cost)
-    if budget is None:
-        budget = Budget(longest + 3, _usual_matches(facts), _usual_matches(lemmas))
-    if longest > budget.goals:
-        raise HamletError(
-            f"a rule body of {longest} atoms exceeds the {budget.goals} goals of the budget",
-            "raise them",
-        )
-    variables = int(rules.num_variables.max()) if rules.count else 2
-    if 2 * budget.goals + variables + 4 > SPARE:
-        raise HamletError(
-            f"{budget.goals} goals and {variables} variables of a rule are too many",
-            "shorten the longest rule",
-        )
-    bits = (size + SPARE).bit_length()
-    if predicates.bit_length() + 2 * bits > 62:
-        raise HamletError(f"{size} entities and {predicates} predicates are too many", "split them")
-    diagonal = rules.head[:, 1] == rules.head[:, 2]
-    body = rules.body.clone()
-    arguments = body[..., 1:]
-    arguments[(arguments < -1) & diagonal[:, None, None] & (body[..., :1] >= 0)] -= 1
-
-    log_p = torch.log(-torch.expm1(-closure.evidence)).clamp(min=NO_EVIDENCE)
-    log_p = torch.where(closure.evidence > 0, log_p, HOPELESS)
-    round_cost = -2 * NO_EVIDENCE * budget.goals * closure.round.clamp(max=MAX_ROUND_COST).float()
-    atom = closure.rule_keys // max(rules.count, 1)
-    strongest = closure.rule_evidence.argsort(descending=True)
-    strongest = strongest[atom[strongest].argsort(stable=True)]
-    ends = torch.bincount(atom, minlength=len(closure.keys)).cumsum(0)
-    engine = Engine(
-        size, predicates, bits, budget, facts, lemmas, facts.keys, lemmas.keys, rules, body,
-        diagonal, bool(diagonal.any()), closure, every, log_p, round_cost,
-        closure.rule_keys[strongest] % max(rules.count, 1), torch.cat([ends[:1] * 0, ends]),
-    )  # fmt: skip
-    packed = engine.pack(every)
-    return Engine(
-        **{
-            **engine.__dict__,
-            "keys": packed,
-            "fact_codes": packed[closure.is_fact][facts.atoms],
-            "lemma_codes": packed[derived][lemmas.atoms],
-        }
-    )
-
-
-def _usual_matches(index: Index) -> int:
-    """Room for 99.5 % of the groups, at least 4 and at most MAX_MATCHES."""
-    sizes = torch.cat([side.diff() for side in index.starts])
-    sizes = sizes[sizes > 0].sort().values
-    if len(sizes) == 0:
-        return 4
-    return min(max(int(sizes[int(0.995 * (len(sizes) - 1))]), 4), MAX_MATCHES)
-
-
-# ------------------------------------------------------------------------------------------------
-# One resolution step
-
-
-def expand(engine: Engine, goals: Tensor, query: Tensor) -> Successors:
+def expand(kb: KnowledgeBase, goals: Tensor, query: Tensor) -> Successors:
     """All successors of proof states.
 
     Args:
         goals: int64 [B, A], packed and canonical.
         query: int64 [B] the packed atom that is being proven; never used as a fact.
     """
-    front, rest, _ = select_goal(engine, goals)
-    _, left, right = engine.unpack(front)
+    front, rest, _ = select_goal(kb, goals)
+    _, left, right = kb.unpack(front)
     left = torch.where(front < 0, 0, left)
     right = torch.where(front < 0, 0, right)
-    size = engine.num_entities
+    size = kb.num_entities
     is_open = ((left >= size) | (right >= size)) & (front >= 0)
 
     # Facts and lemmas that match an open goal bind its variables.
-    room = engine.budget
-    atom, matched, lost = _matches(engine, engine.facts, engine.fact_codes, front, room.facts)
+    room = kb.budget
+    atom, matched, lost = _matches(kb, kb.facts, kb.fact_codes, front, room.facts)
     is_lemma = torch.zeros(room.facts + room.lemmas, dtype=torch.bool, device=goals.device)
     if room.lemmas:
-        more, also, dropped = _matches(
-            engine, engine.lemmas, engine.lemma_codes, front, room.lemmas
-        )
+        more, also, dropped = _matches(kb, kb.lemmas, kb.lemma_codes, front, room.lemmas)
         atom, matched = torch.cat([atom, more], 1), torch.cat([matched, also], 1)
         lost = lost + dropped
         is_lemma = torch.arange(room.facts + room.lemmas, device=goals.device) >= room.facts
     matched = matched & (atom != query[:, None])
-    _, first, second = engine.unpack(atom)
-    longest = engine.body.shape[1]
+    _, first, second = kb.unpack(atom)
+    longest = kb.body.shape[1]
     kept = torch.where(is_lemma & matched, atom, PAD)[..., None]
-    remaining = _substitute(engine, rest[:, None], left, right, first, second)
+    remaining = _substitute(kb, rest[:, None], left, right, first, second)
     padding = kept.new_full((1, 1, 1), PAD).expand(*kept.shape[:2], longest - 1)
     bound = torch.cat([kept, padding, remaining], -1)
     kind = is_lemma.long().expand_as(atom)
 
     # Rules whose head matches.
-    by_rule, rule_kind, applies, more = _apply_rules(engine, front, rest)
+    by_rule, rule_kind, applies, more = _apply_rules(kb, front, rest)
     lost = lost + more
     if room.lemmas:
         applies = applies & ~is_open[:, None]
-        width, either = engine.width, is_open[:, None]
+        width, either = kb.width, is_open[:, None]
         successors = torch.where(
             either[..., None], _fill(bound, width, PAD), _fill(by_rule, width, PAD)
         )
@@ -264,15 +103,15 @@ def expand(engine: Engine, goals: Tensor, query: Tensor) -> Successors:
         successors = torch.cat([bound, by_rule], 1)
         kind = torch.cat([kind, rule_kind], 1)
         legal = torch.cat([matched, applies], 1)
-        atom = _fill(atom, engine.width, PAD)
+        atom = _fill(atom, kb.width, PAD)
 
     # Goals that are facts are done; the rest closes up, so that no hole can hide a goal.
-    new = torch.cat([rest.new_ones(len(rest), longest), ~_is_ground(engine, rest)], 1) > 0
-    successors, log_p, too_long = _tidy(engine, successors, query, new[:, None])
+    new = torch.cat([rest.new_ones(len(rest), longest), ~is_ground(kb, rest)], 1) > 0
+    successors, log_p, too_long = _tidy(kb, successors, query, new[:, None])
     legal, too_long = legal & ~too_long, legal & too_long
-    evidence, ways = _rule_evidence(engine, front, kind, log_p)
+    evidence, ways = _rule_evidence(kb, front, kind, log_p)
     return Successors(
-        goals=canonical(engine, successors),
+        goals=canonical(kb, successors),
         kind=kind,
         evidence=evidence,
         ways=ways,
@@ -305,16 +144,16 @@ def compact(found: Successors) -> Successors:
     )
 
 
-def select_goal(engine: Engine, goals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def select_goal(kb: KnowledgeBase, goals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The goal with the fewest matches [B], the others in order [B, A - 1], its place [B].
 
     Ground goals come first. SLD resolution is complete under
     any choice (Lloyd 1987, theorem 10.3).
     """
-    size = engine.num_entities
-    predicate, left, right = engine.unpack(goals)
+    size = kb.num_entities
+    predicate, left, right = kb.unpack(goals)
     predicate = predicate.clamp(min=0)
-    indexes = [engine.facts, engine.lemmas] if engine.budget.lemmas else [engine.facts]
+    indexes = [kb.facts, kb.lemmas] if kb.budget.lemmas else [kb.facts]
     cost = torch.zeros_like(goals)
     for side, (bound, free) in enumerate(((left, right), (right, left))):
         group = predicate * size + bound.clamp(max=size - 1)
@@ -330,13 +169,13 @@ def select_goal(engine: Engine, goals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return goals.gather(1, chosen).squeeze(1), others, chosen.squeeze(1)
 
 
-def group_of(engine: Engine, index: Index, front: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def group_of(kb: KnowledgeBase, index: Index, front: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Where an index lists the atoms that match goals [B]: (start, length, by head) [B].
 
     Ground goals and PAD have length 0.
     """
-    size = engine.num_entities
-    predicate, left, right = engine.unpack(front)
+    size = kb.num_entities
+    predicate, left, right = kb.unpack(front)
     predicate = predicate.clamp(min=0)
     left_free, right_free = left >= size, right >= size
     both = left_free & right_free
@@ -351,28 +190,28 @@ def group_of(engine: Engine, index: Index, front: Tensor) -> tuple[Tensor, Tenso
 
 
 def _matches(
-    engine: Engine, index: Index, codes: Tensor, front: Tensor, room: int
+    kb: KnowledgeBase, index: Index, codes: Tensor, front: Tensor, room: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Atoms of an index that match open goals [B]: packed [B, room], legal, dropped [B]."""
-    start, length, by_head = group_of(engine, index, front)
+    start, length, by_head = group_of(kb, index, front)
     step = torch.arange(room, device=front.device)
     legal = step < length[:, None]
     if codes.shape[1] == 0:
         return (step + PAD - step).expand_as(legal), legal & False, torch.zeros_like(length)
     row = (start[:, None] + step).clamp(max=codes.shape[1] - 1)
     atom = codes.flatten()[row + (~by_head).long()[:, None] * codes.shape[1]]
-    _, left, right = engine.unpack(front)
-    _, first, second = engine.unpack(atom)
+    _, left, right = kb.unpack(front)
+    _, first, second = kb.unpack(atom)
     legal = legal & ((left != right)[:, None] | (first == second))
     return atom, legal, (length - room).clamp(min=0)
 
 
 def _substitute(
-    engine: Engine, goals: Tensor, left: Tensor, right: Tensor, first: Tensor, second: Tensor
+    kb: KnowledgeBase, goals: Tensor, left: Tensor, right: Tensor, first: Tensor, second: Tensor
 ) -> Tensor:
     """Goals [B, 1, G] with variables left, right [B] replaced by first, second [B, S]."""
-    size = engine.num_entities
-    predicate, one, other = engine.unpack(goals)
+    size = kb.num_entities
+    predicate, one, other = kb.unpack(goals)
     left = torch.where(left >= size, left, -1)[:, None, None]
     right = torch.where(right >= size, right, -1)[:, None, None]
     first, second = first[..., None], second[..., None]
@@ -382,68 +221,68 @@ def _substitute(
             argument == left, first, torch.where(argument == right, second, argument)
         )
 
-    packed = (((predicate << engine.bits) | value(one)) << engine.bits) | value(other)
+    packed = (((predicate << kb.bits) | value(one)) << kb.bits) | value(other)
     return torch.where(goals < 0, PAD, packed)
 
 
-def _rules_for(engine: Engine, front: Tensor) -> tuple[Tensor, Tensor]:
+def _rules_for(kb: KnowledgeBase, front: Tensor) -> tuple[Tensor, Tensor]:
     """Rules to resolve goals [B] with: int64 [B, W], -1 = none; how many are left out [B]."""
-    room = engine.budget.rules
-    of = engine.rules.of_predicate[engine.unpack(front)[0].clamp(min=0)]
+    room = kb.budget.rules
+    of = kb.rules.of_predicate[kb.unpack(front)[0].clamp(min=0)]
     of = torch.where((front >= 0)[:, None], of, -1)
     if of.shape[1] <= room:
         return of, torch.zeros_like(front)
-    if not engine.budget.lemmas or engine.by_rule.shape[0] == 0:
+    if not kb.budget.lemmas or kb.by_rule.shape[0] == 0:
         return of[:, :room], (of[:, room:] >= 0).sum(1)
-    place, found, _ = _look_up(engine, front)
-    start = engine.by_rule_start[place]
-    length = torch.where(found, engine.by_rule_start[place + 1] - start, 0)
+    place, found, _ = look_up(kb, front)
+    start = kb.by_rule_start[place]
+    length = torch.where(found, kb.by_rule_start[place + 1] - start, 0)
     step = torch.arange(room, device=front.device)
-    row = (start[:, None] + step).clamp(max=engine.by_rule.shape[0] - 1)
-    of = torch.where(step < length[:, None], engine.by_rule[row], -1)
+    row = (start[:, None] + step).clamp(max=kb.by_rule.shape[0] - 1)
+    of = torch.where(step < length[:, None], kb.by_rule[row], -1)
     return of, (length - room).clamp(min=0)
 
 
 def _apply_rules(
-    engine: Engine, front: Tensor, rest: Tensor
+    kb: KnowledgeBase, front: Tensor, rest: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Successors by rules: goals [B, W, L + A - 1], kind, legal [B, W]; dropped [B]."""
-    size, rules = engine.num_entities, engine.rules
-    _, left, right = engine.unpack(front)
-    of, dropped = _rules_for(engine, front)
+    size, rules = kb.num_entities, kb.rules
+    _, left, right = kb.unpack(front)
+    of, dropped = _rules_for(kb, front)
     legal = of >= 0
     rule = of.clamp(min=0)
     if rules.count == 0:
         nothing = rest.new_full((1, 1, 1), PAD)
-        goals = nothing.expand(*of.shape, engine.body.shape[1] + rest.shape[1])
+        goals = nothing.expand(*of.shape, kb.body.shape[1] + rest.shape[1])
         return goals, rule + 2, legal, dropped
     left, right = left[:, None], right[:, None]
     first, second = left.expand_as(rule), right.expand_as(rule)
     others = rest[:, None].expand(-1, of.shape[1], -1)
-    if engine.has_diagonal:
+    if kb.has_diagonal:
         # A head p(X, X) makes the goal's arguments one: an entity wins over a variable.
-        diagonal = engine.diagonal[rule]
+        diagonal = kb.diagonal[rule]
         merged, larger = torch.minimum(left, right), torch.maximum(left, right)
         legal = legal & ~(diagonal & (larger < size) & (left != right))
         first = torch.where(diagonal, merged, first)
         replaced = torch.where(diagonal, merged, larger)
         front_free = larger.squeeze(1)
-        others = _substitute(engine, rest[:, None], front_free, front_free, replaced, replaced)
-    body = engine.body[rule]
+        others = _substitute(kb, rest[:, None], front_free, front_free, replaced, replaced)
+    body = kb.body[rule]
     arguments = body[..., 1:]
-    unused = size + 2 * engine.budget.goals  # above every canonical variable
+    unused = size + 2 * kb.budget.goals  # above every canonical variable
     value = torch.where(
         arguments == -1,
         first[..., None, None],
         torch.where(arguments == -2, second[..., None, None], unused - 2 - arguments),
     )
-    packed = (((body[..., 0] << engine.bits) | value[..., 0]) << engine.bits) | value[..., 1]
+    packed = (((body[..., 0] << kb.bits) | value[..., 0]) << kb.bits) | value[..., 1]
     packed = torch.where(body[..., 0] < 0, PAD, packed)
     return torch.cat([packed, others], -1), rule + 2, legal, dropped
 
 
 def _tidy(
-    engine: Engine, goals: Tensor, query: Tensor, new: Tensor
+    kb: KnowledgeBase, goals: Tensor, query: Tensor, new: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Drop facts and duplicates of [B, S, n] goals, close up to A.
 
@@ -451,9 +290,9 @@ def _tidy(
         goals [B, S, A]; the evidence for those ground goals that are `new` (bool [B, 1, n]) and
         stay [B, S]; whether more than A stayed, bool [B, S].
     """
-    count, room = goals.shape[-1], engine.budget.goals
-    place, found, ground = _look_up(engine, goals)
-    is_fact = found & engine.closure.is_fact[place] & (goals != query[:, None, None])
+    count, room = goals.shape[-1], kb.budget.goals
+    place, found, ground = look_up(kb, goals)
+    is_fact = found & kb.closure.is_fact[place] & (goals != query[:, None, None])
     stays = (goals >= 0) & ~is_fact
     twice = [torch.zeros_like(stays[..., 0])]
     for j in range(1, count):  # a goal that occurs twice is one
@@ -461,8 +300,8 @@ def _tidy(
         twice.append(same.any(-1))
     stays = stays & ~torch.stack(twice, -1)
     counts = stays & ground & new
-    log_p = torch.where(counts, torch.where(found, engine.log_p[place], HOPELESS), 0.0).sum(-1)
-    log_p = log_p - torch.where(counts & found, engine.round_cost[place], 0.0).amax(-1)
+    log_p = torch.where(counts, torch.where(found, kb.log_p[place], HOPELESS), 0.0).sum(-1)
+    log_p = log_p - torch.where(counts & found, kb.round_cost[place], 0.0).amax(-1)
     rank = stays.long().cumsum(-1)
     slot = torch.where(stays, rank - 1, count)
     closed = goals.new_full((*goals.shape[:-1], count + 1), PAD)
@@ -470,21 +309,8 @@ def _tidy(
     return closed[..., :room], log_p, rank[..., -1] > room
 
 
-def _is_ground(engine: Engine, goals: Tensor) -> Tensor:
-    """Whether packed goals [...] are atoms without variables; False for PAD."""
-    _, left, right = engine.unpack(goals)
-    return (left < engine.num_entities) & (right < engine.num_entities) & (goals >= 0)
-
-
-def _look_up(engine: Engine, goals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(position in the closure, found, ground) of packed goals [...]."""
-    ground = _is_ground(engine, goals)
-    place, found = find(engine.keys, goals)
-    return place, found & ground, ground
-
-
 def _rule_evidence(
-    engine: Engine, front: Tensor, kind: Tensor, log_p: Tensor
+    kb: KnowledgeBase, front: Tensor, kind: Tensor, log_p: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Evidence [B, S] of successors, and the count of ways for rules on a ground goal.
 
@@ -492,12 +318,12 @@ def _rule_evidence(
     is that of the new ground goals, least rounds first: whoever goes down the evidence replaces
     a goal by goals of earlier rounds, and so ends in a proof.
     """
-    closure = engine.closure
-    place, found, ground = _look_up(engine, front)
+    closure = kb.closure
+    place, found, ground = look_up(kb, front)
     by_rule = (kind >= 2) & ground[:, None]
     if closure.rule_keys.shape[0] == 0:
         return torch.where(by_rule, HOPELESS, log_p), torch.zeros_like(log_p)
-    wanted = torch.where(by_rule, place[:, None] * max(engine.rules.count, 1) + kind - 2, -1)
+    wanted = torch.where(by_rule, place[:, None] * max(kb.rules.count, 1) + kind - 2, -1)
     row, has = find(closure.rule_keys, wanted)
     has = has & found[:, None] & by_rule
     strength = torch.log(-torch.expm1(-closure.rule_evidence[row])).clamp(min=NO_EVIDENCE)
@@ -514,32 +340,3 @@ def _fill(x: Tensor, width: int, value: int) -> Tensor:
         return x
     blank = x.new_full((1, 1, *[1] * (x.ndim - 2)), value)
     return torch.cat([x, blank.expand(x.shape[0], missing, *x.shape[2:])], 1)
-
-
-# ------------------------------------------------------------------------------------------------
-# Equal states are equal tensors
-
-
-def canonical(engine: Engine, goals: Tensor) -> Tensor:
-    """Packed goals [..., A] whose variables are named by the place of their first use."""
-    size = engine.num_entities
-    predicate, left, right = engine.unpack(goals)
-    columns = [x for pair in zip(left.unbind(-1), right.unbind(-1)) for x in pair]
-    named = []
-    for place, column in enumerate(columns):
-        first_use = torch.full_like(column, place)
-        for earlier in range(place - 1, -1, -1):
-            first_use = torch.where(columns[earlier] == column, earlier, first_use)
-        named.append(torch.where(column >= size, size + first_use, column))
-    left, right = torch.stack(named[0::2], -1), torch.stack(named[1::2], -1)
-    packed = (((predicate << engine.bits) | left) << engine.bits) | right
-    return torch.where(goals < 0, PAD, packed)
-
-
-def state_hash(goals: Tensor) -> Tensor:
-    """int64 [...] of canonical goals [..., A]; equal states collide, others with 2**-63."""
-    total = torch.zeros_like(goals[..., 0])
-    for column in goals.unbind(-1):
-        total = (total ^ column) * 0x2545F4914F6CDD1D
-        total = total ^ ((total >> 29) & 0x7FFFFFFFF)
-    return total

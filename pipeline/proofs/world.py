@@ -18,15 +18,8 @@ from hamlet.artifacts import HamletError
 from hamlet.proofs.closure import Closure
 from hamlet.proofs.data import Graph
 from hamlet.proofs.knowledge import Index, build_index, find
-from hamlet.proofs.unify import (
-    Budget,
-    Engine,
-    Successors,
-    build_engine,
-    compact,
-    expand,
-    state_hash,
-)
+from hamlet.proofs.knowledge_base import Budget, KnowledgeBase, build_knowledge_base, state_hash
+from hamlet.proofs.unify import Successors, compact, expand
 from hamlet.town.counter import counter_uniform
 
 TRIES = 4  # uniform corruptions tried before a slot asks a positive query instead
@@ -71,8 +64,8 @@ class ProofWorld:
     ) -> None:
         self.graph, self.closure = graph, closure
         self.config = config or WorldConfig()
-        self.engine: Engine = build_engine(graph, closure, budget)
-        self.num_actions = self.engine.width + 1
+        self.kb: KnowledgeBase = build_knowledge_base(graph, closure, budget)
+        self.num_actions = self.kb.width + 1
         self.training = True
         # Only training facts are known: to leave other true triples out of the corruptions would
         # tell which derived atoms they are.
@@ -148,7 +141,7 @@ class ProofWorld:
         )
         query, label, hidden = self._ask(state)
         state["query"], state["label"], state["hidden"] = query, label, hidden
-        state["goals"] = self.engine.start(query)
+        state["goals"] = self.kb.start(query)
         state["history"] = torch.zeros(num_worlds, self.config.max_depth, dtype=torch.int64)
         return self._look(state)
 
@@ -183,7 +176,7 @@ class ProofWorld:
 
     def _move(self, state: TensorDict, actions: Tensor) -> TensorDict:
         """Take the chosen successor: new goals, reward and end; what follows is not yet known."""
-        width = self.engine.width
+        width = self.kb.width
         gave_up = actions >= width
         chosen = actions.clamp(max=width - 1)[:, None, None]
         goals = (
@@ -222,7 +215,7 @@ class ProofWorld:
         state["query"] = torch.where(fresh[:, None], query, state["query"])
         state["hidden"] = torch.where(fresh[:, None], hidden, state["hidden"])
         state["label"] = torch.where(fresh, label, state["label"])
-        start = self.engine.start(query)
+        start = self.kb.start(query)
         state["goals"] = torch.where(fresh[:, None], start, state["goals"])
         state["depth"] = torch.where(fresh, 0, state["depth"])
         state["history"] = torch.where(fresh[:, None], 0, state["history"])
@@ -231,7 +224,7 @@ class ProofWorld:
     def _look(self, state: TensorDict) -> TensorDict:
         """Find the successors of the goals, without those already visited."""
         state = state.clone(recurse=False)
-        key = self.engine.pack(state["query"])
+        key = self.kb.pack(state["query"])
         goals, depth, history = state["goals"], state["depth"], state["history"]
         found = self._successors(goals, key, history)
         dropped = found.dropped
@@ -260,7 +253,7 @@ class ProofWorld:
 
     def _successors(self, goals: Tensor, query: Tensor, history: Tensor) -> Successors:
         """Successors of states, without those on the way here; legal ones first."""
-        found = expand(self.engine, goals, query)
+        found = expand(self.kb, goals, query)
         hashes = state_hash(found.goals)
         seen = hashes == state_hash(goals)[:, None]
         seen = seen | (hashes[:, :, None] == history[:, None, :]).any(-1)
@@ -277,7 +270,7 @@ class ProofWorld:
         """
         if not self.training:
             query = self.pool[state["case"].clamp(max=len(self.pool) - 1)]
-            known = find(self.engine.facts.keys, self.graph.key(query))[1]
+            known = find(self.kb.facts.keys, self.graph.key(query))[1]
             return query, torch.ones_like(state["done"]), known[:, None].expand(-1, 2)
         counters = (state["seed"], state["world"])
         cycle = self.config.negatives + 1

@@ -1,4 +1,4 @@
-"""Small knowledge bases and an oracle that shares no code with the engine."""
+"""Small knowledge bases and an oracle that shares no code with the library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from hamlet.proofs.data import Graph, Rule, Triple, build_graph, parse_atom
-from hamlet.proofs.unify import Engine, expand
+from hamlet.proofs.knowledge_base import KnowledgeBase
+from hamlet.proofs.unify import expand
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "kg"
 
@@ -74,14 +75,16 @@ def ids_of(graph: Graph, atom: Triple) -> torch.Tensor:
     )
 
 
-def search(engine: Engine, graph: Graph, query: torch.Tensor, depth: int, cap: int = 3000) -> bool:
+def search(
+    kb: KnowledgeBase, graph: Graph, query: torch.Tensor, depth: int, cap: int = 3000
+) -> bool:
     """Breadth-first search over all successors: is there a proof? Raises when cut off by `cap`."""
-    goals = engine.start(query[None])
-    key = engine.pack(query[None])
+    goals = kb.start(query[None])
+    key = kb.pack(query[None])
     seen = {tuple(goals.flatten().tolist())}
     frontier = goals
     for _ in range(depth):
-        found = expand(engine, frontier, key.expand(len(frontier)))
+        found = expand(kb, frontier, key.expand(len(frontier)))
         successors = found.goals[found.legal]
         if bool((successors < 0).all(1).any()):
             return True

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from hamlet.learning.train_prover import build_prover, prove_all
 from hamlet.proofs.closure import close
+from hamlet.proofs.knowledge_base import Budget, build_knowledge_base
 from hamlet.proofs.search import find_proofs, follow, roomy
 from hamlet.proofs.trace import prove
-from hamlet.proofs.unify import Budget, build_engine
 from hamlet.proofs.world import ProofWorld, WorldConfig
 from tests.proofs.helpers import all_atoms, consequences, graph_of, ids_of
 from tests.proofs.test_unify import ENTITIES, PREDICATES, knowledge_bases
@@ -32,8 +32,8 @@ def queries(graph) -> torch.Tensor:
 @given(knowledge_bases())
 def test_search_with_memory_finds_exactly_what_follows(knowledge):
     graph, facts, rules = knowledge
-    engine = build_engine(graph, close(graph, rounds=30), Budget(5, 12, 12))
-    found = find_proofs(engine, queries(graph))
+    kb = build_knowledge_base(graph, close(graph, rounds=30), Budget(5, 12, 12))
+    found = find_proofs(kb, queries(graph))
     assert [proof is not None for proof in found] == derivable(facts, rules)
 
 
@@ -68,12 +68,12 @@ def test_conjunctions_beyond_the_greedy_budget_are_proven_with_more_room():
     query = graph.splits["test"]
     found = prove_all(world, build_prover(world), query, 1)
     assert found.proven.tolist() == [True]
-    path = find_proofs(world.engine, query)[0]
-    steps = list(follow(world.engine, query[0], path))
+    path = find_proofs(world.kb, query)[0]
+    steps = list(follow(world.kb, query[0], path))
     assert len(steps) == len(path)
     assert bool((path[-1] < 0).all())
     assert max(int((goals >= 0).sum()) for goals, _, _ in steps) > 3
-    assert roomy(world.engine).budget.goals > 3
+    assert roomy(world.kb).budget.goals > 3
     proof = prove(query[0], build_prover(world), world)
     assert len(proof.facts()) == 8
 
@@ -83,19 +83,19 @@ def test_a_dead_end_is_left_again():
     facts = [f"p(a,m{i})" for i in range(20)] + ["q(m17,n)", "s(n,b)"]
     facts += [f"q(m{i},dead{i})" for i in range(17)]
     graph = graph_of(facts, ["p(X,Y), q(Y,Z), s(Z,W) -> r(X,W)"], test=["r(a,b)", "r(b,a)"])
-    engine = build_engine(graph, close(graph))
-    found = find_proofs(engine, graph.splits["test"])
+    kb = build_knowledge_base(graph, close(graph))
+    found = find_proofs(kb, graph.splits["test"])
     assert found[0] is not None
     assert found[1] is None
 
 
 def test_what_is_found_for_a_query_does_not_depend_on_the_others():
     graph = chain(5)
-    engine = build_engine(graph, close(graph, rounds=30), Budget(3, 4, 4))
+    kb = build_knowledge_base(graph, close(graph, rounds=30), Budget(3, 4, 4))
     every = torch.cat([graph.splits["test"], graph.splits["train"]])
-    together = find_proofs(engine, every)
+    together = find_proofs(kb, every)
     for query, proof in zip(every, together):
-        alone = find_proofs(engine, query[None])[0]
+        alone = find_proofs(kb, query[None])[0]
         assert (proof is None) == (alone is None)
         assert proof is None or torch.equal(proof, alone)
     assert together[0] is not None
@@ -104,8 +104,8 @@ def test_what_is_found_for_a_query_does_not_depend_on_the_others():
 def test_large_groups_are_looked_at_whole():
     facts = [f"p(a,m{i:03})" for i in range(300)] + [f"q(m{i:03},b{i})" for i in range(300)]
     graph = graph_of(facts, ["p(X,Z), q(Z,Y) -> r(X,Y)"], test=["r(a,b299)", "r(a,a)"])
-    engine = build_engine(graph, close(graph), Budget(4, 8, 8))
-    found = find_proofs(engine, graph.splits["test"])
+    kb = build_knowledge_base(graph, close(graph), Budget(4, 8, 8))
+    found = find_proofs(kb, graph.splits["test"])
     assert found[0] is not None
     assert found[1] is None
 
@@ -113,5 +113,5 @@ def test_large_groups_are_looked_at_whole():
 @pytest.mark.parametrize("width", [0, 1])
 def test_nothing_to_search(width):
     graph = graph_of(["p(a,b)"], ["p(X,Y) -> q(X,Y)"])
-    engine = build_engine(graph, close(graph))
-    assert find_proofs(engine, graph.splits["train"][:width]) == [None] * width
+    kb = build_knowledge_base(graph, close(graph))
+    assert find_proofs(kb, graph.splits["train"][:width]) == [None] * width

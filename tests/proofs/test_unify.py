@@ -1,4 +1,4 @@
-"""The engine proves what follows, and nothing else."""
+"""The library proves what follows, and nothing else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hamlet.proofs.closure import close
 from hamlet.proofs.data import Triple, build_graph, parse_atom
 from hamlet.proofs.knowledge import find
-from hamlet.proofs.unify import Budget, build_engine, canonical, compact, expand, state_hash
+from hamlet.proofs.knowledge_base import Budget, build_knowledge_base, canonical, state_hash
+from hamlet.proofs.unify import compact, expand
 from tests.proofs.helpers import consequences, graph_of, ids_of, rule, search
 
 ENTITIES = ("a", "b", "c")
@@ -47,11 +48,11 @@ def knowledge_bases(draw):
 @given(knowledge_bases(), st.data())
 def test_provable_queries_equal_a_forward_chaining_oracle(mode, knowledge, data):
     graph, facts, rules = knowledge
-    engine = build_engine(graph, close(graph), MODES[mode])
+    kb = build_knowledge_base(graph, close(graph), MODES[mode])
     query = data.draw(atoms)
     others = set(facts) - {query}
     try:
-        proven = search(engine, graph, ids_of(graph, query), depth=14)
+        proven = search(kb, graph, ids_of(graph, query), depth=14)
     except OverflowError:
         assume(False)
     if proven:
@@ -95,22 +96,22 @@ def test_a_goal_dropped_in_front_leaves_no_hole(mode):
     graph = graph_of(
         ["p(a,b)", "s(a,b)"], ["p(X,Y), q(X,Y) -> r(X,Y)", "s(X,Y) -> q(X,Y)"], test=["r(a,b)"]
     )
-    engine = build_engine(graph, close(graph), MODES[mode])
-    assert search(engine, graph, _ids(graph, "r(a,b)"), depth=4)
-    after = expand(engine, engine.start(_ids(graph, "r(a,b)")[None]), torch.tensor([-1]))
+    kb = build_knowledge_base(graph, close(graph), MODES[mode])
+    assert search(kb, graph, _ids(graph, "r(a,b)"), depth=4)
+    after = expand(kb, kb.start(_ids(graph, "r(a,b)")[None]), torch.tensor([-1]))
     goals = compact(after).goals[0, 0]
-    assert goals[0] == engine.pack(_ids(graph, "q(a,b)"))
+    assert goals[0] == kb.pack(_ids(graph, "q(a,b)"))
     assert bool((goals[1:] < 0).all())
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_query_itself_is_never_a_fact(mode):
     graph = graph_of(["p(a,b)"], ["p(X,Y) -> q(Y,X)", "q(X,Y) -> p(Y,X)"])
-    engine = build_engine(graph, close(graph), MODES[mode])
-    assert not search(engine, graph, _ids(graph, "p(a,b)"), depth=8)
+    kb = build_knowledge_base(graph, close(graph), MODES[mode])
+    assert not search(kb, graph, _ids(graph, "p(a,b)"), depth=8)
     graph = graph_of(["p(a,b)", "q(b,a)"], ["p(X,Y) -> q(Y,X)", "q(X,Y) -> p(Y,X)"])
-    engine = build_engine(graph, close(graph), MODES[mode])
-    assert search(engine, graph, _ids(graph, "p(a,b)"), depth=8)
+    kb = build_knowledge_base(graph, close(graph), MODES[mode])
+    assert search(kb, graph, _ids(graph, "p(a,b)"), depth=8)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -120,11 +121,11 @@ def test_entities_in_rules_match_themselves_only(mode):
         ["p(X,'b') -> q(X,'c')", "p('a',X), p(X,Y) -> r(Y,'a')"],
         test=["q(a,c)", "r(c,a)"],
     )
-    engine = build_engine(graph, close(graph), MODES[mode])
+    kb = build_knowledge_base(graph, close(graph), MODES[mode])
     for text in ("q(a,c)", "r(c,a)"):
-        assert search(engine, graph, _ids(graph, text), depth=8)
+        assert search(kb, graph, _ids(graph, text), depth=8)
     for text in ("q(b,c)", "q(a,b)", "r(c,b)", "r(b,a)"):
-        assert not search(engine, graph, _ids(graph, text), depth=8)
+        assert not search(kb, graph, _ids(graph, text), depth=8)
 
 
 def test_more_rules_than_the_budget_holds_are_counted_and_the_deriving_ones_stay():
@@ -133,12 +134,12 @@ def test_more_rules_than_the_budget_holds_are_counted_and_the_deriving_ones_stay
     graph = graph_of(facts, rules, test=["r(a,b)"])
     query = _ids(graph, "r(a,b)")
     for budget, dropped in ((Budget(5, 4, 4, rules=3), 0), (Budget(5, 4, 0, rules=3), 7)):
-        engine = build_engine(graph, close(graph), budget)
-        assert engine.width <= 8
-        found = expand(engine, engine.start(query[None]), torch.tensor([-1]))
+        kb = build_knowledge_base(graph, close(graph), budget)
+        assert kb.width <= 8
+        found = expand(kb, kb.start(query[None]), torch.tensor([-1]))
         assert int(found.dropped) == dropped
         if budget.lemmas:
-            assert search(engine, graph, query, depth=4)
+            assert search(kb, graph, query, depth=4)
 
 
 def test_no_successor_is_lost_when_the_slots_are_exactly_full():
@@ -147,12 +148,12 @@ def test_no_successor_is_lost_when_the_slots_are_exactly_full():
     closure = close(graph)
     variable = graph.num_entities + 1
     query = torch.tensor([[graph.predicates.index("p"), graph.entities.index("a"), variable]])
-    engine = build_engine(graph, closure, Budget(5, 4, 0))
-    exact = expand(engine, engine.start(query), torch.tensor([-1]))
+    kb = build_knowledge_base(graph, closure, Budget(5, 4, 0))
+    exact = expand(kb, kb.start(query), torch.tensor([-1]))
     assert int(exact.legal.sum()) == 4
     assert int(exact.dropped) == 0
-    engine = build_engine(graph, closure, Budget(5, 3, 0))
-    tight = expand(engine, engine.start(query), torch.tensor([-1]))
+    kb = build_knowledge_base(graph, closure, Budget(5, 3, 0))
+    tight = expand(kb, kb.start(query), torch.tensor([-1]))
     assert int(tight.legal.sum()) == 3
     assert int(tight.dropped) == 1
 
@@ -163,14 +164,14 @@ def test_goals_beyond_the_budget_are_counted_not_truncated():
         ["s(X,Y), s(Y,X), q(X,Y) -> r(X,Y)", "r(X,Y), s(X,Y), s(Y,X) -> q(X,Y)"],
         test=["r(a,b)"],
     )
-    engine = build_engine(graph, close(graph), Budget(3, 4, 0))
-    found = expand(engine, engine.start(_ids(graph, "r(a,b)")[None]), torch.tensor([-1]))
+    kb = build_knowledge_base(graph, close(graph), Budget(3, 4, 0))
+    found = expand(kb, kb.start(_ids(graph, "r(a,b)")[None]), torch.tensor([-1]))
     assert int(found.legal.sum()) == 1
     a, b = (graph.entities.index(e) for e in "ab")
     rows = [[graph.predicates.index("q"), a, b], [graph.predicates.index("s"), a, a]]
     rows += [[graph.predicates.index("s"), b, b]]
-    long = engine.pack(torch.tensor(rows))[None]
-    again = expand(engine, long, torch.tensor([-1]))
+    long = kb.pack(torch.tensor(rows))[None]
+    again = expand(kb, long, torch.tensor([-1]))
     assert int(again.dropped) == 1
     assert int(again.legal.sum()) == 0
 
@@ -178,23 +179,23 @@ def test_goals_beyond_the_budget_are_counted_not_truncated():
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 8), st.integers(0, 8)), max_size=4))
 def test_states_that_differ_in_variable_names_are_equal(rows):
     graph = graph_of(["p(a,b)", "q(c,d)", "s(a,a)"], ["p(X,Y), q(Y,Z) -> s(X,Z)"])
-    engine = build_engine(graph, close(graph), Budget(5, 4, 0))
+    kb = build_knowledge_base(graph, close(graph), Budget(5, 4, 0))
     goals = torch.full((5, 3), -1)
     for i, row in enumerate(rows):
         goals[i] = torch.tensor(row)
     arguments = torch.where(goals[:, 1:] >= 4, 16 - goals[:, 1:], goals[:, 1:])
     renamed = torch.cat([goals[:, :1], arguments], 1)
-    one, other = (canonical(engine, engine.pack(g)) for g in (goals, renamed))
+    one, other = (canonical(kb, kb.pack(g)) for g in (goals, renamed))
     assert torch.equal(one, other)
     assert torch.equal(state_hash(one), state_hash(other))
-    assert torch.equal(canonical(engine, one), one)
+    assert torch.equal(canonical(kb, one), one)
 
 
 def test_a_head_with_one_variable_unifies_both_arguments():
     graph = graph_of(["q(a,b)", "q(b,a)"], ["q(X,Y), q(Y,X) -> p(X,X)"], test=["p(a,a)", "p(a,b)"])
-    engine = build_engine(graph, close(graph), MODES["resolution"])
-    assert search(engine, graph, _ids(graph, "p(a,a)"), depth=5)
-    assert not search(engine, graph, _ids(graph, "p(a,b)"), depth=5)
+    kb = build_knowledge_base(graph, close(graph), MODES["resolution"])
+    assert search(kb, graph, _ids(graph, "p(a,a)"), depth=5)
+    assert not search(kb, graph, _ids(graph, "p(a,b)"), depth=5)
 
 
 def test_closure_beyond_the_budget_is_dropped_and_counted():

@@ -13,7 +13,7 @@ from hamlet.proofs import ProofWorld, WorldConfig, build_world, load_graph
 from hamlet.proofs.closure import close
 from hamlet.proofs.kinship import kinship_graph
 from hamlet.proofs.knowledge import find
-from hamlet.proofs.unify import Budget
+from hamlet.proofs.knowledge_base import Budget
 from tests.proofs.helpers import graph_of, shared_graph
 
 DATA = ("kinship", "family", "nations", "countries_s1", "countries_s2", "countries_s3")

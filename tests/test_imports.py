@@ -5,10 +5,13 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
+
+from stages import dependencies
+from stages.dependencies import file_of, imports, name_of, reached
 
 ROOT = Path(__file__).parents[1]
 CLASSES = {
@@ -21,66 +24,6 @@ STAGES = (
     "collect", "perception", "freeze_perception", "world_model", "social", "policy",
     "population", "agent", "evaluate", "register",
 )  # fmt: skip
-
-
-def file_of(module: str) -> Path | None:
-    path = ROOT.joinpath(*module.split("."))
-    for candidate in (path.with_suffix(".py"), path / "__init__.py"):
-        if candidate.is_file():
-            return candidate
-    return None
-
-
-def name_of(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def is_for_types(node: ast.stmt) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-
-
-@cache
-def imports(module: str) -> frozenset[str]:
-    """What a module imports, anywhere in it; of this repository's own, the modules themselves."""
-    path = file_of(module)
-    assert path is not None, module
-    found: set[str] = set()
-
-    def visit(node: ast.AST) -> None:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.Import):
-                found.update(alias.name for alias in child.names)
-            elif isinstance(child, ast.ImportFrom):
-                package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-                above = package.split(".")[: len(package.split(".")) - child.level + 1]
-                base = ".".join([*(above if child.level else []), *filter(None, [child.module])])
-                found.add(base)
-                found.update(f"{base}.{alias.name}" for alias in child.names)
-            if not (isinstance(child, ast.stmt) and is_for_types(child)):
-                visit(child)
-
-    visit(ast.parse(path.read_text(encoding="utf-8")))
-    own = {name for name in found if name.split(".")[0] in ("hamlet", "stages")}
-    modules = {name for name in own if file_of(name)}
-    for name in list(modules):  # importing a.b.c runs a and a.b
-        parts = name.split(".")
-        modules |= {".".join(parts[:i]) for i in range(1, len(parts))}
-    return frozenset(modules | (found - own))
-
-
-def reached(module: str) -> dict[str, str]:
-    """Everything imported, directly or not -> the module that imports it."""
-    seen: dict[str, str] = {}
-    waiting = [module]
-    while waiting:
-        current = waiting.pop()
-        for name in imports(current):
-            if name not in seen:
-                seen[name] = current
-                if name.split(".")[0] in ("hamlet", "stages"):
-                    waiting.append(name)
-    return seen
 
 
 def chain(seen: dict[str, str], name: str) -> str:
@@ -109,38 +52,45 @@ def test_no_stage_can_reach_the_class_of_another_stages_module(stage):
 
 
 def test_every_stage_is_looked_at():
-    import yaml
-
-    stages = set(yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"])
-    assert set(STAGES) <= stages
-    assert stages - set(STAGES) <= {
-        "prove",
-        "prove_evaluate",
-    }  # the second world has its own modules
+    others = {"world", "prove", "prove_evaluate"}  # no module of the agent's is theirs
+    assert set(stages()) == set(STAGES) | others
 
 
-@pytest.mark.parametrize("stage", [*STAGES, "prove", "prove_evaluate"])
-def test_a_stage_depends_on_all_the_code_that_shapes_its_result(stage):
-    """Else DVC would keep a result that changed code no longer makes.
+def stages() -> dict:
+    return yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
 
-    The town reaches most stages only through the data set; logging and saving change no result, and
-    `distributed` does nothing in the one process that DVC starts.
-    """
-    import yaml
 
-    deps = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"][stage]["deps"]
-    shaping = {"learning", "modules", "export", "proofs"}
-    neutral = {"__init__.py", "log.py", "checkpoint.py", "distributed.py"}
-    files = [file_of(name) for name in reached(f"stages.{stage}") if name.startswith("hamlet.")]
-    paths = [file.resolve().relative_to(ROOT) for file in files if file]
-    missing = [
-        path.as_posix()
-        for path in paths
-        if path.parts[1] in shaping
-        and path.name not in neutral
-        and not any(path.as_posix() == dep or path.as_posix().startswith(f"{dep}/") for dep in deps)
-    ]
-    assert not missing
+def test_the_dependencies_in_dvc_yaml_are_those_of_the_code():
+    """Else DVC would keep what changed code no longer makes: `python -m stages.dependencies`."""
+    assert dependencies.differing(ROOT / "dvc.yaml") == []
+
+
+def test_a_dependency_that_is_left_out_or_too_many_is_noticed(tmp_path):
+    text = (ROOT / "dvc.yaml").read_text()
+    for line in ("      - stages/data.py\n", "          - preset.social\n"):
+        assert line in text
+        path = tmp_path / "dvc.yaml"
+        path.write_text(text.replace(line, "", 1))
+        assert len(dependencies.differing(path)) == 1
+    path.write_text(text.replace("    deps:\n", "    deps:\n      - pipeline/cli.py\n"))
+    assert len(dependencies.differing(path)) == len(stages()) - 1
+
+
+def test_what_is_neutral_exists_and_is_said_to_be_so_for_a_reason():
+    for path, reason in dependencies.NEUTRAL.items():
+        assert (ROOT / path).exists() or (ROOT / f"{path}.py").exists(), path
+        assert len(reason.split()) > 1, path
+    for path in (*ROOT.glob("pipeline/**/__init__.py"), *ROOT.glob("stages/**/__init__.py")):
+        defined = {node.name for node in ast.parse(path.read_text()).body if hasattr(node, "name")}
+        assert defined <= {"__getattr__", "__dir__"}, f"{path} must only name what is elsewhere"
+
+
+def test_names_that_are_loaded_on_demand_are_followed_to_their_file():
+    seen = reached("stages.collect")  # `from hamlet.town import Scripted`
+    assert "hamlet.town.players" in seen
+    assert "hamlet.town.render" not in seen
+    assert "hamlet.town.render" in reached("stages.evaluate")
+    assert "hamlet.artifacts" in imports("hamlet.town.config")
 
 
 @pytest.mark.parametrize(

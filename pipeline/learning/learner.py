@@ -134,44 +134,21 @@ class Learner:
         world: TensorDict,
         seen: TensorDict,
         memory: RolloutCarry,
-        thinking: Tensor | None,
+        thinking: Tensor,
         driven: Tensor | None,
     ) -> tuple[Tensor, RolloutCarry, Record]:
         """Sampled actions int64 [B, N].
 
         Args:
-            thinking: int64 [B / meta_period] the worlds whose agents deliberate now, and imagine;
-                None in imitation, in which nothing is imagined.
-            driven: bool [B] worlds where the expert acts. Where it is None, the expert says which
-                goals it would choose only in the worlds that deliberate.
+            thinking: int64 [B / meta_period] the worlds whose agents deliberate now.
+            driven: bool [B] worlds where the expert acts, in imitation, in which nothing is
+                imagined; None in PPO. What the expert would do is asked, and recorded, only where
+                it acts or agents deliberate; elsewhere the record holds zeros.
         """
-        n = self.agents
-        action, agent, record = self.mind.sample_step(
-            observation_of(seen, 0, n),
-            memory.agent,
-            None if thinking is None else slots_of(thinking, n),
-            gumbel(world, n, self.shape.num_goals, GOAL_STREAM),
-            gumbel(world, n, self.shape.num_actions, ACTION_STREAM),
-        )
-        acted, remembered = action.unflatten(0, (-1, n)), memory.expert
-        if self.expert is not None and driven is not None:
-            with region("expert"):
-                acts, means, remembered = self.expert.act(world, remembered)
-            expert_action, expert_goal = acts[:, :n], means[:, :n]
-            acted = torch.where(driven.unsqueeze(-1), expert_action, acted)
-            led = driven.repeat_interleave(n)
-            agent = agent._replace(
-                goal=torch.where(led, expert_goal.flatten(), agent.goal),
-                moved=acted.flatten() + 1,
-            )
-            record["expert_action"] = expert_action.flatten()
-            record["expert_goal"] = expert_goal.flatten()
-        elif self.expert is not None and thinking is not None:
-            with region("expert"):
-                remembered = self.expert.watch(world, memory.expert)
-                told = self.expert.act(world[thinking], remembered[thinking])[1]
-            goals = torch.zeros_like(acted).index_copy(0, thinking, told[:, :n])
-            record["expert_goal"] = goals.flatten()
+        if driven is None:
+            acted, agent, expert, record = self._improve(world, seen, memory, thinking)
+        else:
+            acted, agent, expert, record = self._imitate(world, seen, memory, thinking, driven)
         record["privileged"] = self.privileged(world)
         record["value"] = self.critic(record["privileged"])
         co_players = memory.co_players
@@ -179,7 +156,59 @@ class Learner:
             with region("co_players"):
                 theirs, co_players = self.co_players.act(world, seen, co_players)
             acted = torch.cat([acted, theirs], 1)
-        return acted, RolloutCarry(agent, remembered, co_players), record
+        return acted, RolloutCarry(agent, expert, co_players), record
+
+    def _improve(
+        self, world: TensorDict, seen: TensorDict, memory: RolloutCarry, thinking: Tensor
+    ) -> tuple[Tensor, AgentState, Any, Record]:
+        """A tick of PPO: the agents of `thinking` worlds imagine; the expert says their goals."""
+        n, expert = self.agents, memory.expert
+        action, agent, record = self.mind.sample_step(
+            observation_of(seen, 0, n),
+            memory.agent,
+            slots_of(thinking, n),
+            gumbel(world, n, self.shape.num_goals, GOAL_STREAM),
+            gumbel(world, n, self.shape.num_actions, ACTION_STREAM),
+        )
+        if self.expert is not None:
+            with region("expert"):
+                expert = self.expert.watch(world, expert)
+                told = self.expert.act(world[thinking], expert[thinking])[1]
+            goals = told.new_zeros(len(world), n).index_copy(0, thinking, told[:, :n])
+            record["expert_goal"] = goals.flatten()
+        return action.unflatten(0, (-1, n)), agent, expert, record
+
+    def _imitate(
+        self,
+        world: TensorDict,
+        seen: TensorDict,
+        memory: RolloutCarry,
+        thinking: Tensor,
+        driven: Tensor,
+    ) -> tuple[Tensor, AgentState, Any, Record]:
+        """A tick of imitation: the expert acts in the `driven` worlds, module D in the others."""
+        assert self.expert is not None, "imitation needs a teacher"
+        n = self.agents
+        with region("expert"):
+            expert = self.expert.watch(world, memory.expert)
+            asked = driven.index_fill(0, thinking, True).nonzero().flatten()
+            acts, means, _ = self.expert.act(world[asked], expert[asked])
+            blank = acts.new_zeros(len(world), n)
+            told_action = blank.index_copy(0, asked, acts[:, :n]).flatten()
+            told_goal = blank.index_copy(0, asked, means[:, :n]).flatten()
+        free = (~driven).nonzero().flatten()
+        part = world[free]
+        action, agent, record = self.mind.follow_step(
+            observation_of(seen, 0, n),
+            memory.agent,
+            slots_of(free, n),
+            told_goal,
+            told_action,
+            gumbel(part, n, self.shape.num_goals, GOAL_STREAM),
+            gumbel(part, n, self.shape.num_actions, ACTION_STREAM),
+        )
+        record |= {"expert_action": told_action, "expert_goal": told_goal}
+        return action.unflatten(0, (-1, n)), agent, expert, record
 
     def privileged(self, world: TensorDict) -> Tensor:
         """float32 [S, P] what the critic sees of the learning agents."""

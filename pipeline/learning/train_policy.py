@@ -1,5 +1,9 @@
 """Train module D against the frozen A, B and C: imitation of an expert, then PPO.
 
+In imitation the learner takes over from the expert world by world (DAgger, Ross et al. 2011): the
+expert acts in fewer and fewer of them. It is asked only there, and in the quarter of the worlds
+whose agents deliberate at this tick; these are the ones that are learned from.
+
 PPO alone undoes what imitation found (its steps are noisy, and the best policies are narrow), so it
 is kickstarted (Schmitt et al. 2018): the expert goes on telling which goal it would choose, and
 that likelihood stays, with a small weight, in the loss. And it improves the choice of goals only:
@@ -9,16 +13,16 @@ it would help or harm is not settled: single trainings with it ended at 420 to 4
 and 457.
 
 Because the upstream modules are frozen, a tick's experience is stored as plain features: the
-updates have no recurrence, and the frozen modules run once per step of experience. Values are
-learned from every tick, goals from those at which an agent deliberates, one in `meta_period`: what
-the same network says in between follows.
+updates have no recurrence, and the frozen modules run once per step of experience. In PPO values
+are learned from every tick, goals from those at which an agent deliberates, one in `meta_period`:
+what the same network says in between follows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -30,21 +34,13 @@ from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.checkpoint import Checkpoint
 from hamlet.learning.learner import CoPlayers, Learner, RolloutCarry, Teacher, slots_of
 from hamlet.learning.log import Log
-from hamlet.learning.losses import (
-    entropy_of,
-    imitation_loss,
-    normalise,
-    ppo_policy_loss,
-    value_loss,
-    weighted_mean,
-)
+from hamlet.learning.policy_losses import IMITATING, THINKING, VALUING, PolicyLosses
 from hamlet.learning.precision import Precision, best_precision
 from hamlet.learning.returns import gae
-from hamlet.learning.rollout import collect, fused_step, learn
+from hamlet.learning.rollout import Record, collect, fused_step, learn
 from hamlet.learning.update import Update
 from hamlet.modules.agent import AgentState, Mind
-from hamlet.modules.categorical import log_prob_of
-from hamlet.modules.contracts import METERS, Features, TownShape
+from hamlet.modules.contracts import METERS, TownShape
 from hamlet.modules.critic import Critic
 from hamlet.params import CompileParams, PolicyParams
 from hamlet.profiling import region
@@ -54,12 +50,8 @@ REACHED = 0.95
 WARM_UP = 10
 LED = 0.6
 """The part of imitation in which the expert acts, in fewer and fewer worlds; then it only tells."""
-FEATURES = tuple(f"f_{name}" for name in Features._fields)
-VALUING = ("active", "privileged", "value", "returns")
-"""Of a tick's experience, what PPO's values are learned from."""
-THINKING = (*FEATURES, "candidates", "imagined_return", "imagined_confidence", "goal",
-            "goal_log_prob", "active", "advantages", "expert_goal")  # fmt: skip
-"""And what its goals are learned from, of the agents that deliberate."""
+GOLDEN = 0.6180339887498949
+"""Fractional parts of its multiples are spread evenly: so are the worlds in which it acts."""
 
 
 def goal_targets(town: Town) -> Tensor:
@@ -93,8 +85,190 @@ def add_advantages(
     data["advantages"], data["returns"] = estimate.advantages, estimate.returns
 
 
-def features_of(batch: TensorDict) -> Features:
-    return Features(*(batch[name] for name in FEATURES))
+def driven_worlds(worlds: int, share: float) -> Tensor:
+    """bool [worlds]: where the expert acts, spread evenly over the ranks and over the clocks.
+
+    A smaller share is a part of a larger one: a world that the learner took over stays its own.
+    """
+    return torch.arange(worlds, dtype=torch.float64).mul(GOLDEN).frac() < share
+
+
+def deliberating(worlds: int, period: int, clock: int) -> Tensor:
+    """int64 [worlds / period]: those whose own clock is at a multiple of `period` after `clock`
+    ticks; blank minds are staggered so that they are equally many at every tick."""
+    return torch.arange(worlds // period) * period + (-clock) % period
+
+
+class Updates(NamedTuple):
+    """The optimisation of each part of the training."""
+
+    imitation: Update
+    critic_only: Update
+    ppo: Update
+
+
+def make_updates(
+    policy: Any, critic: Critic, losses: PolicyLosses, params: PolicyParams, options: CompileParams
+) -> tuple[Updates, Precision]:
+    everything = [*policy.parameters(), *critic.parameters()]
+    choosing = [p for name, p in policy.named_parameters() if not name.startswith("controller.")]
+    wanted = options.precision
+    precision: Precision = best_precision("cpu") if wanted == "auto" else wanted
+    imitation = Update(
+        losses.imitate, everything, learning_rate=params.imitation_learning_rate,
+        compile=options.update, precision=precision,
+    )  # fmt: skip
+    critic_only = Update(
+        losses.fit_critic, critic.parameters(), learning_rate=params.learning_rate,
+        precision=precision,
+    )  # fmt: skip
+    ppo = Update(
+        losses.improve, [*choosing, *critic.parameters()], learning_rate=params.learning_rate,
+        max_grad_norm=0.5, compile=options.update and options.rollout, precision=precision,
+    )  # fmt: skip
+    return Updates(imitation, critic_only, ppo), precision
+
+
+class Schedule:
+    """What every iteration does: who acts, what is learned from, and how fast."""
+
+    def __init__(self, params: PolicyParams, losses: PolicyLosses, updates: Updates) -> None:
+        self.params, self.losses, self.updates = params, losses, updates
+        self.warm = params.imitation_iterations + params.critic_iterations
+        self.iterations = self.warm + params.ppo_iterations
+
+    def imitates(self, iteration: int) -> bool:
+        return iteration < self.params.imitation_iterations
+
+    def driven_share(self, iteration: int) -> float:
+        """Part of the worlds in which the expert acts in an iteration of imitation."""
+        return max(0.0, 1 - iteration / (LED * self.params.imitation_iterations))
+
+    def update(self, iteration: int) -> Update:
+        """The update of this iteration, its rate and the entropy bonus set."""
+        params = self.params
+        if self.imitates(iteration):
+            left = 1 - iteration / params.imitation_iterations
+            rate = params.imitation_learning_rate * max(left, 0.02)
+            self.updates.imitation.set_learning_rate(rate)
+            return self.updates.imitation
+        if iteration < self.warm:
+            return self.updates.critic_only
+        done = iteration - self.warm
+        left = 1 - done / params.ppo_iterations
+        # A new optimizer's first steps are long whatever the gradient: it begins slowly.
+        warmed = min(1.0, (done + 1) / WARM_UP)
+        self.updates.ppo.set_learning_rate(params.learning_rate * warmed * max(left, 0.05))
+        self.losses.entropy_coef.fill_(params.entropy * max(left, 0.1))
+        return self.updates.ppo
+
+    def learn(
+        self,
+        iteration: int,
+        buffer: RolloutBuffer,
+        thinking: list[Tensor],
+        agents: int,
+        rng: torch.Generator,
+    ) -> Record:
+        """One iteration's updates; returns the last diagnostics.
+
+        Args:
+            thinking: int64 [.] of each tick, the worlds whose agents deliberate.
+            agents: learning agents of a world.
+        """
+        params, update = self.params, self.update(iteration)
+        with region("data"):
+            deciders = torch.stack([slots_of(now, agents) for now in thinking])
+            if update is self.updates.imitation:
+                experience = [buffer.part(IMITATING, deciders)]
+            elif update is self.updates.critic_only:
+                experience = [buffer]
+            else:
+                experience = [buffer.part(VALUING), buffer.part(THINKING, deciders)]
+        if update is self.updates.imitation:
+            return learn(
+                update, experience, params.imitation_epochs, params.imitation_minibatches, rng
+            )
+        return learn(update, experience, params.epochs, params.minibatches, rng, params.max_kl)
+
+
+class Rollouts:
+    """The worlds of one rank as they are played on, and what must be kept to go on with them."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        first: Callable[[int, int], AgentState],
+        params: PolicyParams,
+        seed: int,
+        rng: torch.Generator,
+    ) -> None:
+        town, expert = learner.town, learner.expert
+        assert expert is not None
+        self.learner, self.params = learner, params
+        self.worlds = distributed.local_count(params.worlds, "params.yaml: policy.worlds")
+        world = town.reset(seed, self.worlds, distributed.rank() * self.worlds)
+        # Lives begin at different ages, so that every batch holds all ages and all hours.
+        ages = torch.randint(learner.shape.lifespan, (params.worlds,), generator=rng)
+        self.world = town.rearrange(world, tick=distributed.local_shard(ages))
+        blank = distributed.local_shard(tuple(first(params.worlds, learner.agents)))
+        met = learner.co_players.start(self.worlds) if learner.co_players else ()
+        self.carry = RolloutCarry(AgentState(*blank), expert.reset(self.world), met)
+        self.score, self.scores = torch.zeros(self.worlds, learner.agents), torch.zeros(2)
+
+    def state(self) -> dict[str, Any]:
+        """Rows for a checkpoint: what `load` goes on with."""
+        return {
+            "world": dict(self.world.items()),
+            "expert": dict(self.carry.expert.items()),
+            "agent": tuple(self.carry.agent),
+            "co_players": tuple(self.carry.co_players),
+            "score": self.score,
+        }
+
+    def load(self, extra: dict[str, Any]) -> None:
+        size = self.world.batch_size
+        self.world = TensorDict(extra["world"], batch_size=size)
+        met = AgentState(*extra["co_players"]) if extra["co_players"] else ()
+        self.carry = RolloutCarry(
+            AgentState(*extra["agent"]), TensorDict(extra["expert"], batch_size=size), met
+        )
+        self.score, self.scores = extra["score"], extra["scores"]
+
+    def thinking(self, iteration: int) -> list[Tensor]:
+        """int64 [.] of each tick of an iteration, the worlds whose agents deliberate."""
+        ticks, period = self.params.rollout, self.params.meta_period
+        clocks = range(iteration * ticks, (iteration + 1) * ticks)
+        return [deliberating(self.worlds, period, clock) for clock in clocks]
+
+    def play(
+        self, step: Any, buffer: RolloutBuffer, thinking: list[Tensor], share: float | None
+    ) -> None:
+        """Fill the buffer; the expert acts in `share` of the worlds, or PPO goes on (None)."""
+        driven = None
+        if share is not None:
+            driven = distributed.local_shard(driven_worlds(self.params.worlds, share))
+        contexts = [(now, driven) for now in thinking]
+        self.world, self.carry = collect(step, self.world, self.carry, buffer, contexts)
+        with region("loss"):
+            add_advantages(buffer, self.learner, self.world, self.params)
+
+    def count(self, buffer: RolloutBuffer) -> Tensor:
+        """float32 []: the mean return of the lives that ended of late."""
+        with region("data"):
+            self.score, self.scores = episode_scores(buffer, self.score, self.scores)
+        return self.scores[0]
+
+
+def check_worlds(params: PolicyParams) -> None:
+    """Raises a HamletError where not the same number of agents would deliberate at every tick."""
+    worlds = distributed.local_count(params.worlds, "params.yaml: policy.worlds")
+    if worlds % params.meta_period:
+        whose = "params.yaml: policy.worlds" + " of a rank" * (distributed.ranks() > 1)
+        raise HamletError(
+            f"{whose} is {worlds}, not a multiple of policy.meta_period ({params.meta_period})",
+            "change either, so that the same number of agents deliberates at every tick",
+        )
 
 
 def train_policy(
@@ -116,186 +290,43 @@ def train_policy(
     Args:
         first: blank minds of a number of worlds and of agents in each.
         critic: that of an earlier training, to go on with; else a new one.
-        co_players: plays the last agents of every world.
+        co_players: play the last agents of every world.
         teacher: who is imitated; else the scripted player that `params` names.
     """
+    check_worlds(params)
     policy: Any = mind.policy
-    worlds = distributed.local_count(params.worlds, "params.yaml: policy.worlds")
-    if worlds % params.meta_period:
-        whose = "params.yaml: policy.worlds" + " of a rank" * (distributed.ranks() > 1)
-        raise HamletError(
-            f"{whose} is {worlds}, not a multiple of policy.meta_period ({params.meta_period})",
-            "change either, so that the same number of agents deliberates at every tick",
-        )
     torch.manual_seed(seed)
     critic = critic or Critic(shape, params.hidden)
     rng = torch.Generator().manual_seed(seed)
-    entropy_coef = torch.tensor(params.entropy)
-
-    def imitate(batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
-        f, weight = features_of(batch), batch["active"].float()
-        goal_loss, goal_metrics = imitation_loss(
-            policy.learned_logits(f), batch["expert_goal"], weight
-        )
-        # Without the mask: the policy must know what is illegal when it imagines.
-        action_loss, action_metrics = imitation_loss(
-            policy.action_logits(f, batch["expert_goal"]), batch["expert_action"], weight
-        )
-        values = critic(batch["privileged"])
-        fit = 0.5 * weighted_mean((values - batch["returns"]).square(), weight)
-        return goal_loss + action_loss + fit, {
-            "goal_agreement": goal_metrics["agreement"],
-            "action_agreement": action_metrics["agreement"],
-            "value_loss": fit,
-        }
-
-    def fit_critic(batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
-        weight = batch["active"].float()
-        return value_loss(
-            critic(batch["privileged"]), batch["value"], batch["returns"], weight, 1e9
-        )
-
-    def improve(ticks: TensorDict, thoughts: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
-        active, deciding = ticks["active"].float(), thoughts["active"].float()
-        fit, value_diagnostics = value_loss(
-            critic(ticks["privileged"]), ticks["value"], ticks["returns"], active, params.clip
-        )
-        f = features_of(thoughts)
-        learned = policy.learned_logits(f)
-        logits = policy.goal_logits(
-            learned + policy.low_money_bias(f.known_state),
-            thoughts["candidates"],
-            thoughts["imagined_return"],
-            thoughts["imagined_confidence"],
-        ).float()
-        surrogate, diagnostics = ppo_policy_loss(
-            log_prob_of(logits, thoughts["goal"]),
-            thoughts["goal_log_prob"],
-            normalise(thoughts["advantages"], deciding),
-            deciding,
-            params.clip,
-        )
-        told_loss, told = imitation_loss(learned, thoughts["expert_goal"], deciding)
-        entropy = weighted_mean(entropy_of(logits), deciding)
-        loss = surrogate + 0.5 * fit + params.kickstart_coef * told_loss - entropy_coef * entropy
-        return loss, {
-            **diagnostics,
-            **value_diagnostics,
-            "value_loss": fit,
-            "goal_agreement": told["agreement"],
-            "goal_entropy": entropy,
-        }
-
-    everything = [*policy.parameters(), *critic.parameters()]
-    choosing = [p for name, p in policy.named_parameters() if not name.startswith("controller.")]
-    wanted = compiling.precision
-    precision: Precision = best_precision("cpu") if wanted == "auto" else wanted
-    imitation = Update(
-        imitate, everything, learning_rate=params.imitation_learning_rate,
-        compile=compiling.update, precision=precision,
-    )  # fmt: skip
-    critic_only = Update(
-        fit_critic, critic.parameters(), learning_rate=params.learning_rate, precision=precision
-    )
-    ppo = Update(
-        improve, [*choosing, *critic.parameters()], learning_rate=params.learning_rate,
-        max_grad_norm=0.5, compile=compiling.update and compiling.rollout, precision=precision,
-    )  # fmt: skip
+    losses = PolicyLosses(policy, critic, params)
+    updates, precision = make_updates(policy, critic, losses, params, compiling)
+    schedule = Schedule(params, losses, updates)
 
     expert = teacher or Scripted(town, [params.teacher], seed)
     learner = Learner(town, shape, mind, critic, expert, co_players)
-    world = town.reset(seed, worlds, distributed.rank() * worlds)
-    # Lives begin at different ages, so that every batch holds all ages and all hours.
-    ages = torch.randint(shape.lifespan, (params.worlds,), generator=rng)
-    world = town.rearrange(world, tick=distributed.local_shard(ages))
-    blank = distributed.local_shard(tuple(first(params.worlds, learner.agents)))
-    met = co_players.start(worlds) if co_players else ()
-    memory = RolloutCarry(AgentState(*blank), expert.reset(world), met)
-    # The ticks of imitation, in which nothing is imagined, are too few to be worth compiling.
+    rollouts = Rollouts(learner, first, params, seed, rng)
+    # The ticks of imitation choose rows by what is asked: not one graph, and not worth compiling.
     steps = {
         imitating: fused_step(town, learner, compiling.rollout and not imitating, precision)
         for imitating in (True, False)
     }
-    score, scores = torch.zeros(worlds, learner.agents), torch.zeros(2)
-
-    saved = Checkpoint(
-        checkpoint,
-        {
-            "policy": policy,
-            "critic": critic,
-            "imitation": imitation,
-            "critic_only": critic_only,
-            "ppo": ppo,
-            "rng": rng,
-        },
-    )
+    parts = {"policy": policy, "critic": critic, "rng": rng, **updates._asdict()}
+    saved = Checkpoint(checkpoint, parts)
     start, extra = saved.load()
     if start:
-        world = TensorDict(extra["world"], batch_size=world.batch_size)
-        remembered = TensorDict(extra["expert"], batch_size=world.batch_size)
-        met = AgentState(*extra["co_players"]) if extra["co_players"] else ()
-        memory = RolloutCarry(AgentState(*extra["agent"]), remembered, met)
-        score, scores = extra["score"], extra["scores"]
+        rollouts.load(extra)
 
-    def deliberating(clock: int) -> Tensor:
-        """The worlds whose own clock is at a multiple of the period after `clock` ticks."""
-        period = params.meta_period
-        return torch.arange(worlds // period) * period + (-clock) % period
-
-    warm = params.imitation_iterations + params.critic_iterations
     buffers = {True: RolloutBuffer(params.rollout), False: RolloutBuffer(params.rollout)}
-    for iteration in log.steps(warm + params.ppo_iterations, start):
-        imitating = iteration < params.imitation_iterations
-        buffer = buffers[imitating]
-        share = max(0.0, 1 - iteration / (LED * params.imitation_iterations)) if imitating else 0.0
-        driven = distributed.local_shard(torch.arange(params.worlds) < round(share * params.worlds))
-        clocks = range(iteration * params.rollout, (iteration + 1) * params.rollout)
-        thinking = [deliberating(clock) for clock in clocks]
-        contexts = [(None, driven) if imitating else (now, None) for now in thinking]
+    for iteration in log.steps(schedule.iterations, start):
+        imitating = schedule.imitates(iteration)
+        buffer, thinking = buffers[imitating], rollouts.thinking(iteration)
         if co_players:
             co_players.meet(rng)
-        world, memory = collect(steps[imitating], world, memory, buffer, contexts)
-        with region("loss"):
-            add_advantages(buffer, learner, world, params)
-        if imitating:
-            update = imitation
-            left = 1 - iteration / params.imitation_iterations
-            update.set_learning_rate(params.imitation_learning_rate * max(left, 0.02))
-        elif iteration < warm:
-            update = critic_only
-        else:
-            update = ppo
-            done = iteration - warm
-            left = 1 - done / params.ppo_iterations
-            # A new optimizer's first steps are long whatever the gradient: it begins slowly.
-            warmed = min(1.0, (done + 1) / WARM_UP)
-            update.set_learning_rate(params.learning_rate * warmed * max(left, 0.05))
-            entropy_coef.fill_(params.entropy * max(left, 0.1))
-        epochs, parts = (
-            (params.imitation_epochs, params.imitation_minibatches)
-            if imitating
-            else (params.epochs, params.minibatches)
-        )
-        experience = [buffer]
-        if update is ppo:
-            with region("data"):
-                deciders = torch.stack([slots_of(now, learner.agents) for now in thinking])
-                experience = [buffer.part(VALUING), buffer.part(THINKING, deciders)]
-        metrics = learn(update, experience, epochs, parts, rng, params.max_kl)
-        with region("data"):
-            score, scores = episode_scores(buffer, score, scores)
-        log.record(iteration, metrics | {"mean_return": scores[0]})
-        saved.save(
-            iteration + 1,
-            {"scores": scores},
-            {
-                "world": dict(world.items()),
-                "expert": dict(memory.expert.items()),
-                "agent": tuple(memory.agent),
-                "co_players": tuple(memory.co_players),
-                "score": score,
-            },
-        )
+        share = schedule.driven_share(iteration) if imitating else None
+        rollouts.play(steps[imitating], buffer, thinking, share)
+        metrics = schedule.learn(iteration, buffer, thinking, learner.agents, rng)
+        log.record(iteration, metrics | {"mean_return": rollouts.count(buffer)})
+        saved.save(iteration + 1, {"scores": rollouts.scores}, rollouts.state())
     return critic
 
 

@@ -147,6 +147,7 @@ class Mind(nn.Module):
         self.perceive, self.imagine_tick, self.read_others = perceive, imagine_tick, read_others
         self.policy, self.candidates, self.horizon = policy, candidates, horizon
         self.surprise_limit = surprise_limit
+        self.fused_sense: Callable[[RawObservation, AgentState], tuple[Tensor, ...]] | None = None
 
     def sense(
         self, obs: RawObservation, state: AgentState
@@ -186,6 +187,22 @@ class Mind(nn.Module):
             state.moved,
         )
         return belief, social, social_state, features
+
+    def sense_features(
+        self, obs: RawObservation, state: AgentState
+    ) -> tuple[Features, Tensor, Tensor, Tensor]:
+        """`sense` with only what learning needs: the features for D, the belief's log_std, and the
+        new states of A and C; in one call of `fused_sense` where there is one."""
+        if self.fused_sense is None:
+            belief, _, social, f = self.sense(obs, state)
+            return f, belief.log_std, belief.recurrent_state, social
+        with region("perception"):
+            mean, log_std, rivals, ahead, belief_state, social = self.fused_sense(obs, state)
+        places, goals = self.policy.places, rivals.shape[-1]
+        pursued = torch.where(state.goal_age > 0, state.goal, goals)
+        own = obs.self_state
+        f = Features(mean, log_std[..., :places], own, rivals, ahead, pursued, state.moved)
+        return f, log_std, belief_state, social
 
     def imagine(
         self, belief_log_std: Tensor, f: Features, mask: Tensor, candidates: Tensor
@@ -278,14 +295,14 @@ class Mind(nn.Module):
         by the Gumbel-max trick instead of argmax.
 
         Args:
-            slice_: int64 [S / meta_period] the slots whose clock says so; None while the weight of
-                imagined futures is still zero: deliberating slots then decide by their prior.
+            slice_: int64 [S / meta_period] the slots whose clock says so; None where nobody is to
+                imagine: deliberating slots then decide by their prior.
             goal_noise, action_noise: float32 [., G], [., A] Gumbel noise.
 
         Returns:
             action int64 [.], the new state, and the record, to which `Learner` adds the outcome.
         """
-        belief, _, social_state, f = self.sense(obs, state)
+        f, log_std, belief, social = self.sense_features(obs, state)
         logits = prior = self.policy.prior_logits(f)
         imagined = {}
         if slice_ is not None:
@@ -293,7 +310,7 @@ class Mind(nn.Module):
             candidates = prior[slice_].topk(self.candidates, -1).indices
             with region("imagination"):
                 future, returns = self.imagine(
-                    belief.log_std[slice_], part, obs.action_mask[slice_], candidates
+                    log_std[slice_], part, obs.action_mask[slice_], candidates
                 )
             considered = self.policy.goal_logits(
                 prior[slice_], candidates, returns, future.confidence
@@ -320,8 +337,48 @@ class Mind(nn.Module):
             "goal_log_prob": log_prob_of(logits, after.goal),
             "action_log_prob": log_prob_of(action_logits, action),
         }
-        after = after._replace(belief=belief.recurrent_state, social=social_state, moved=action + 1)
+        after = after._replace(belief=belief, social=social, moved=action + 1)
         return action, after, record
+
+    def follow_step(
+        self,
+        obs: RawObservation,
+        state: AgentState,
+        free: Tensor,
+        led_goal: Tensor,
+        led_action: Tensor,
+        goal_noise: Tensor,
+        action_noise: Tensor,
+    ) -> tuple[Tensor, AgentState, dict[str, Tensor]]:
+        """One tick for imitation: all sense, only the slots in `free` decide, without imagination.
+
+        Args:
+            free: int64 [S'] the slots that decide; the others are led.
+            led_goal, led_action: int64 [S] what the led ones pursue and do.
+            goal_noise, action_noise: float32 [S', G], [S', A] Gumbel noise.
+
+        Returns:
+            action int64 [S], the new state, and the features of all slots.
+        """
+        f, _, belief, social = self.sense_features(obs, state)
+        mine = Features(*(x[free] for x in f))
+        prior = self.policy.prior_logits(mine)
+        own = state._replace(
+            goal=state.goal[free], goal_age=state.goal_age[free], clock=state.clock[free]
+        )
+        _, after = self.pursue(mine, own, prior, prior + goal_noise)
+        logits = self.policy.action_logits(mine, after.goal)
+        chosen = (masked_logits(logits, obs.action_mask[free]) + action_noise).argmax(-1)
+        action = led_action.index_copy(0, free, chosen)
+        agent = state._replace(
+            belief=belief,
+            social=social,
+            goal=led_goal.index_copy(0, free, after.goal),
+            goal_age=(state.goal_age + 1).index_copy(0, free, after.goal_age),
+            clock=state.clock + 1,
+            moved=action + 1,
+        )
+        return action, agent, {f"f_{name}": value for name, value in f._asdict().items()}
 
     def draw(self, rng: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Gumbel noise float32 [., count] and the next state of the generator int64 [.].

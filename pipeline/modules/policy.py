@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from hamlet.modules.contracts import LEADS, LOOK, METERS, STEPS, Features, TownShape
 
 LOGIT_CAP = 15.0
-PLACE_WIDTH = 32
+PLACE_WIDTH = 16
 HOUR_UNITS = (1 / 12, 1 / 12, 10.0)
 PLACE_FACTS = 16
 DOUBT = -3.5

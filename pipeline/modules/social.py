@@ -2,9 +2,10 @@
 
 One GRU reads each other agent's public cues and actions. A goal that is a place is scored by what
 the GRU knows of the agent and by where the place lies for it: how far, how surely, whether it is
-there and whether it has been walking towards it. What one place teaches holds for the others. It is
-trained with the true goals (privileged, as labels only); it acts on public information and on the
-agent's own belief.
+there and whether it has been walking towards it. The score is linear in these facts, with weights
+that the GRU chooses for each agent; what one place teaches holds for the others. It is trained with
+the true goals (privileged, as labels only); it acts on public information and on the agent's own
+belief.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from hamlet.modules.contracts import LEADS, OFFSET_UNIT, STEPS, SocialPrediction
 
 AGE_UNIT = 32.0  # the state's last number counts ticks since an agent was visible, in this unit
 HEADING_KEPT = 0.8  # per tick, of the steps towards a place
-PLACE_WIDTH = 16
 UNSEEN_AFTER = 16.0  # ticks out of sight after which the reason is `unseen`, and all is forgotten
 CONFLICT_ENTROPY = 0.6  # share of the maximal entropy at which visible cues conflict
+FACTS = 7  # of a place for an agent: offset (2), doubt (2), distance, being there, heading for it
+CLOCK = ("sin_hour", "cos_hour", "age")  # of the agent's own state: the same for all in a world
+REACH, FAR = 8.0, 32.0  # cells after which an offset says no more; unit of distances
 
 
 class Social(nn.Module):
@@ -39,24 +42,30 @@ class Social(nn.Module):
     def __init__(self, shape: TownShape, hidden: int) -> None:
         super().__init__()
         self.shape, self.hidden = shape, hidden
-        self.places = 2 * shape.num_affordances
-        inputs = self.places * 2 + shape.num_cues + 1 + 2 + shape.num_actions + 1 + 3
-        self.encoder = nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU())
+        f, goals, actions = shape.num_affordances, shape.num_goals, shape.num_actions
+        self.places = 2 * f
+        # The encoder's first layer, cut by what it reads: of a pair of agents, of the agent itself
+        # (once for all the others), of the other's last action (a row of a table).
+        self.pair = nn.Linear(self.places + shape.num_cues + 3, hidden, bias=False)
+        self.own = nn.Linear(self.places + len(CLOCK), hidden)
+        self.action = nn.Embedding(actions + 1, hidden)
         self.gru = nn.GRUCell(hidden, hidden)
-        f = shape.num_affordances
-        self.needs = nn.Linear(2 * hidden, f * PLACE_WIDTH)
-        self.offers = nn.Linear(7, PLACE_WIDTH, bias=False)
-        self.score = nn.Sequential(
-            nn.SiLU(), nn.Linear(PLACE_WIDTH, PLACE_WIDTH), nn.SiLU(), nn.Linear(PLACE_WIDTH, 1)
-        )
-        self.elsewhere = nn.Linear(2 * hidden, shape.num_goals - f)
+        self.sizes = [f, FACTS, goals - f, actions]
+        self.heads = nn.Linear(2 * hidden, sum(self.sizes))
         steps = [STEPS.get(name, (0.0, 0.0)) for name in (*shape.action_names, "unknown")]
         self.register_buffer("steps", torch.tensor(steps), persistent=False)
-        self.next_action = nn.Linear(2 * hidden, shape.num_actions)
+        self.clock = [shape.self_names.index(name) for name in CLOCK]
 
     @property
     def recurrent_dim(self) -> int:
         return self.hidden + self.shape.num_affordances + 1
+
+    def offsets(self, mean: Tensor, others_offset: Tensor) -> tuple[Tensor, Tensor]:
+        """float32 [., M, F] x and y, in cells, of every place as seen from every other agent."""
+        x, y = mean[:, 0 : self.places : 2], mean[:, 1 : self.places : 2]
+        theirs_x, theirs_y = (others_offset * OFFSET_UNIT).split(1, -1)
+        width, height = float(self.shape.width), float(self.shape.height)
+        return (x * width).unsqueeze(1) - theirs_x, (y * height).unsqueeze(1) - theirs_y
 
     def logits(
         self,
@@ -72,44 +81,37 @@ class Social(nn.Module):
         """goal logits [., M, G], next action logits [., M, A], state [., M, recurrent_dim]."""
         m, f = self.shape.num_others, self.shape.num_affordances
         seen = visible.unsqueeze(-1).to(mean.dtype)
-        size = mean.new_tensor([self.shape.width, self.shape.height])
-        mine = mean[:, : self.places].unflatten(-1, (-1, 2)).unsqueeze(1)
-        apart = mine - (others_offset * OFFSET_UNIT / size).unsqueeze(2)
-        theirs = apart.flatten(2)
-        spread = log_std[:, None, : self.places].expand(-1, m, -1)
-        action = F.one_hot(others_action, self.shape.num_actions + 1).to(mean.dtype)
-        clock = known_state[:, None, 10:13].expand(-1, m, -1)
-        encoded = self.encoder(
-            torch.cat([theirs * seen, spread, cues, seen, others_offset, action, clock], -1)
-        )
+        x, y = self.offsets(mean, others_offset)
+        doubt_x, doubt_y = log_std[:, 0 : self.places : 2], log_std[:, 1 : self.places : 2]
+        near = seen / (2 * REACH)
+        pair = self.pair(torch.cat([x * near, y * near, cues, seen, others_offset], -1))
+        own = self.own(torch.cat([doubt_x, doubt_y, known_state[:, self.clock]], -1))
+        encoded = (pair + own.unsqueeze(1) + self.action(others_action)).relu()
+
         hidden, heading, age = recurrent_state.split([self.hidden, f, 1], -1)
         # Left to itself for long, a GRU may pass a point from which roundings grow, and it knows
         # nothing any more: who is out of sight for so long is read anew.
         hidden = hidden * (age < UNSEEN_AFTER / AGE_UNIT)
         hidden = self.gru(encoded.flatten(0, 1), hidden.flatten(0, 1)).unflatten(0, (-1, m))
         age = torch.where(visible.unsqueeze(-1), torch.zeros_like(age), age + 1 / AGE_UNIT)
-
-        x, y = (apart * size).unbind(-1)
         step_x, step_y = F.embedding(others_action, self.steps).split(1, -1)
         distance = x.abs() + y.abs()
         before = (x + step_x).abs() + (y + step_y).abs()
         heading = HEADING_KEPT * heading + seen * (before - distance)
-        there = seen * (-4 * (x.square() + y.square())).exp()
-        far = seen * distance / (self.shape.width + self.shape.height)
-        offset_x, offset_y = (seen * along.clamp(-8, 8) / 4 for along in (x, y))
-        spread_x, spread_y = spread.unflatten(-1, (-1, 2)).unbind(-1)
-        # Compiled code is as wide as its innermost dimension: that of the places, not of the facts.
-        facts = torch.stack([offset_x, offset_y, spread_x, spread_y, far, there, heading])
-        offers = self.offers(facts.flatten(1).t()).unflatten(0, heading.shape)
-        # Read from the state, the hidden one is not worked out again by all who use it.
-        state = torch.cat([hidden, heading, age], -1)
-        both = torch.cat([state[..., : self.hidden], encoded], -1)
-        heads = self.needs, self.elsewhere, self.next_action
-        weight, bias = torch.cat([h.weight for h in heads]), torch.cat([h.bias for h in heads])
-        said = F.linear(both, weight, bias).split([h.out_features for h in heads], -1)
-        needs = said[0].unflatten(-1, (f, PLACE_WIDTH))
-        score = self.score(needs + offers).squeeze(-1)
-        return torch.cat([score, said[1]], -1), said[2], state
+
+        said = self.heads(torch.cat([hidden, encoded], -1))
+        score, weights, elsewhere, action = said.split(self.sizes, -1)
+        to_x, to_y, for_doubt_x, for_doubt_y, for_far, for_there, for_heading = weights.split(1, -1)
+        score = score + seen * (
+            x.clamp(-REACH, REACH) * (to_x / 4)
+            + y.clamp(-REACH, REACH) * (to_y / 4)
+            + distance * (for_far / FAR)
+            + (1 - distance).clamp_min(0) * for_there
+        )
+        # The doubts are the agent's own: one row for all the others.
+        score = score + doubt_x.unsqueeze(1) * for_doubt_x + doubt_y.unsqueeze(1) * for_doubt_y
+        score = score + heading * for_heading
+        return torch.cat([score, elsewhere], -1), action, torch.cat([hidden, heading, age], -1)
 
     def forward(
         self,
@@ -158,15 +160,14 @@ class Social(nn.Module):
     ) -> Tensor:
         """`ahead` of `SocialPrediction`: who arrives together is half ahead, who is seen using the
         place a whole, and nobody where the agent itself is using it."""
-        size = mean.new_tensor([self.shape.width, self.shape.height])
-        cells = mean[:, : self.places].unflatten(-1, (-1, 2)) * size
-        theirs = cells.unsqueeze(1) - (others_offset * OFFSET_UNIT).unsqueeze(2)
+        x, y = self.offsets(mean, others_offset)
+        theirs = x.abs() + y.abs()
+        own_x, own_y = self.offsets(mean, torch.zeros_like(others_offset[:, :1]))
+        own = (own_x.abs() + own_y.abs()).squeeze(1)
         shows = cues[..., list(self.shape.telling_cues)].sum(-1, keepdim=True) > 0.5
-        uses = shows & (theirs.abs().sum(-1) < 0.5)
+        uses = shows & (theirs < 0.5)
         progress = known_state[:, self.shape.self_names.index("progress"), None]
-        mine = (progress > 0.05) & (cells.abs().sum(-1) < 0.5)
-        sooner = cells.abs().sum(-1).unsqueeze(1) - theirs.abs().sum(-1)
-        sooner = sooner + uses.to(mean.dtype) - mine.unsqueeze(1).to(mean.dtype)
+        mine = (progress > 0.05) & (own < 0.5)
+        sooner = (own - mine.to(mean.dtype) + 0.5).unsqueeze(1) - theirs + uses.to(mean.dtype)
         wants = goal_dist[..., : self.shape.num_affordances] * visible.unsqueeze(-1)
-        first = [(wants * (sooner - lead + 0.5).clamp(0.0, 1.0)).sum(1) for lead in LEADS]
-        return torch.stack(first, -1)
+        return torch.stack([(wants * (sooner - lead).clamp(0.0, 1.0)).sum(1) for lead in LEADS], -1)

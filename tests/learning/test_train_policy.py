@@ -10,8 +10,21 @@ from tensordict import TensorDict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hamlet.learning.buffer import RolloutBuffer
-from hamlet.learning.learner import ACTION_STREAM, GOAL_STREAM, Learner, RolloutCarry, gumbel
-from hamlet.learning.train_policy import episode_scores, train_policy
+from hamlet.learning.learner import (
+    ACTION_STREAM,
+    GOAL_STREAM,
+    Learner,
+    RolloutCarry,
+    gumbel,
+    observation_of,
+)
+from hamlet.learning.policy_losses import IMITATING
+from hamlet.learning.train_policy import (
+    deliberating,
+    driven_worlds,
+    episode_scores,
+    train_policy,
+)
 from hamlet.modules.contracts import TownShape
 from hamlet.modules.critic import Critic
 from hamlet.params import load_params
@@ -121,22 +134,27 @@ def class_of_twelve():
     return learner, RolloutCarry(blank(12), expert.reset(world)), world
 
 
-def test_the_expert_is_asked_where_agents_deliberate_and_says_what_it_would_anyway():
+def test_the_expert_is_asked_where_agents_deliberate_or_it_acts_and_says_what_it_would_anyway():
     learner, memory, world = class_of_twelve()
     town, expert = learner.town, learner.expert
     for _ in range(20):  # until it wants different things in different worlds
         world = town.step_core(world, expert.act(world, memory.expert)[0])
-    seen, everyone = town.observe(world), expert.act(world, memory.expert)[1]
-    assert everyone.unique().numel() > 3
+    seen, (acts, means, _) = town.observe(world), expert.act(world, memory.expert)
+    assert means.unique().numel() > 3
     for clock in range(4):
-        thinking = torch.arange(clock, 12, 4)
+        thinking = deliberating(12, 4, clock)
+        due = memory.agent.clock.unflatten(0, (12, -1)) + clock
+        assert bool((due[thinking] % 4 == 0).all()) and len(thinking) == 3
         record = learner.act(world, seen, memory, thinking, None)[2]
         told = record["expert_goal"].unflatten(0, (12, -1))
-        assert torch.equal(told[thinking], everyone[thinking])
-        due = memory.agent.clock.unflatten(0, (12, -1))[thinking] % 4
-        assert bool((due == due[0, 0]).all())  # they deliberate at the same tick
-    silent = learner.act(world, seen, memory, None, torch.zeros(12, dtype=torch.bool))[2]
-    assert torch.equal(silent["expert_goal"].unflatten(0, (12, -1)), everyone)
+        assert torch.equal(told[thinking], means[thinking])
+        driven = torch.arange(12) % 5 == 0
+        record = learner.act(world, seen, memory, thinking, driven)[2]
+        asked = driven.index_fill(0, thinking, True)
+        for name, all_of_it in {"expert_goal": means, "expert_action": acts}.items():
+            told = record[name].unflatten(0, (12, -1))
+            assert torch.equal(told[asked], all_of_it[asked])
+            assert not told[~asked].any()
 
 
 def test_where_the_expert_acts_its_goal_is_the_one_that_is_pursued():
@@ -145,14 +163,56 @@ def test_where_the_expert_acts_its_goal_is_the_one_that_is_pursued():
     town, shape, driven = learner.town, learner.shape, torch.arange(12) < 6
     assert not memory.agent.goal_age.any()
     led, pursued = driven.repeat_interleave(4), torch.full((48,), shape.num_goals)
-    for _ in range(3):
-        action, after, record = learner.act(world, town.observe(world), memory, None, driven)
+    for clock in range(3):
+        thinking = deliberating(12, 4, clock)
+        action, after, record = learner.act(world, town.observe(world), memory, thinking, driven)
         assert torch.equal(record["f_pursued"], pursued)
         pursued = after.agent.goal
         assert torch.equal(pursued[led], record["expert_goal"][led])
-        assert torch.equal(pursued[~led], record["goal"][~led])
+        assert torch.equal(action.flatten()[led], record["expert_action"][led])
+        assert torch.equal(after.agent.moved, action.flatten() + 1)
         assert (pursued != record["expert_goal"])[~led].any()
+        assert torch.equal(after.agent.clock, memory.agent.clock + 1)
         world, memory = town.step_core(world, action), after
+
+
+def test_where_nobody_leads_the_learner_acts_as_in_ppo_without_imagination():
+    """Imitation's cheaper tick is the same decision: by the prior, with the same noise."""
+    learner, memory, world = class_of_twelve()
+    town, mind, n = learner.town, learner.mind, learner.agents
+    nobody = torch.zeros(12, dtype=torch.bool)
+    for clock in range(6):
+        obs = observation_of(town.observe(world), 0, n)
+        noise = [
+            gumbel(world, n, size, stream)
+            for size, stream in (
+                (learner.shape.num_goals, GOAL_STREAM),
+                (learner.shape.num_actions, ACTION_STREAM),
+            )
+        ]
+        expected, agent, record = mind.sample_step(obs, memory.agent, None, *noise)
+        action, after, found = learner.act(
+            world, town.observe(world), memory, deliberating(12, 4, clock), nobody
+        )
+        assert torch.equal(action.flatten(), expected)
+        for name, ours, theirs in zip(agent._fields, after.agent, agent, strict=True):
+            assert torch.equal(ours, theirs), name
+        for name in IMITATING[:7]:
+            assert torch.equal(found[name], record[name]), name
+        world, memory = town.step_core(world, action), after
+
+
+def test_the_expert_hands_over_world_by_world_evenly():
+    """Who was taken over stays so; every rank's and every clock's worlds have their share."""
+    before = torch.ones(128, dtype=torch.bool)
+    for share in torch.linspace(1, 0, 21).tolist():
+        driven = driven_worlds(128, share)
+        assert not (driven & ~before).any()
+        assert abs(int(driven.sum()) - share * 128) <= 2
+        for part in (driven[:64], driven[64:], *(driven[clock::4] for clock in range(4))):
+            assert abs(float(part.float().mean()) - share) <= 0.1
+        before = driven
+    assert not driven.any()
 
 
 def test_the_expert_goes_on_teaching_while_ppo_runs(tmp_path):

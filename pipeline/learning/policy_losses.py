@@ -1,0 +1,105 @@
+"""What module D and its critic learn from: imitation of a teacher, values, and PPO on goals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from hamlet.learning.losses import (
+    entropy_of,
+    imitation_loss,
+    normalise,
+    ppo_policy_loss,
+    value_loss,
+    weighted_mean,
+)
+from hamlet.modules.categorical import log_prob_of
+from hamlet.modules.contracts import Features
+from hamlet.modules.critic import Critic
+from hamlet.params import PolicyParams
+
+FEATURES = tuple(f"f_{name}" for name in Features._fields)
+IMITATING = (*FEATURES, "active", "expert_goal", "expert_action", "privileged", "returns")
+"""Of the agents that deliberate, what imitation learns from."""
+VALUING = ("active", "privileged", "value", "returns")
+"""Of a tick's experience, what PPO's values are learned from."""
+THINKING = (*FEATURES, "candidates", "imagined_return", "imagined_confidence", "goal",
+            "goal_log_prob", "active", "advantages", "expert_goal")  # fmt: skip
+"""And what its goals are learned from, of the agents that deliberate."""
+
+Told = tuple[Tensor, dict[str, Tensor]]
+
+
+def features_of(batch: TensorDict) -> Features:
+    return Features(*(batch[name] for name in FEATURES))
+
+
+class PolicyLosses:
+    """The three losses of one training, each a function of minibatches of experience.
+
+    `entropy_coef` float32 [] is read at every call: fill it to anneal the entropy bonus.
+    """
+
+    def __init__(self, policy: Any, critic: Critic, params: PolicyParams) -> None:
+        self.policy, self.critic, self.params = policy, critic, params
+        self.entropy_coef = torch.tensor(params.entropy)
+
+    def imitate(self, batch: TensorDict) -> Told:
+        """Cross-entropy with the teacher's goals and actions; squared error of the values."""
+        f, weight = features_of(batch), batch["active"].float()
+        goal_loss, goal_metrics = imitation_loss(
+            self.policy.learned_logits(f), batch["expert_goal"], weight
+        )
+        # Without the mask: the policy must know what is illegal when it imagines.
+        action_loss, action_metrics = imitation_loss(
+            self.policy.action_logits(f, batch["expert_goal"]), batch["expert_action"], weight
+        )
+        values = self.critic(batch["privileged"])
+        fit = 0.5 * weighted_mean((values - batch["returns"]).square(), weight)
+        return goal_loss + action_loss + fit, {
+            "goal_agreement": goal_metrics["agreement"],
+            "action_agreement": action_metrics["agreement"],
+            "value_loss": fit,
+        }
+
+    def fit_critic(self, batch: TensorDict) -> Told:
+        """Squared error of the values alone."""
+        weight, values = batch["active"].float(), self.critic(batch["privileged"])
+        return value_loss(values, batch["value"], batch["returns"], weight, 1e9)
+
+    def improve(self, ticks: TensorDict, thoughts: TensorDict) -> Told:
+        """PPO: values from every tick, goals from the agents that deliberate."""
+        params, policy = self.params, self.policy
+        active, deciding = ticks["active"].float(), thoughts["active"].float()
+        fit, value_diagnostics = value_loss(
+            self.critic(ticks["privileged"]), ticks["value"], ticks["returns"], active, params.clip
+        )
+        f = features_of(thoughts)
+        learned = policy.learned_logits(f)
+        logits = policy.goal_logits(
+            learned + policy.low_money_bias(f.known_state),
+            thoughts["candidates"],
+            thoughts["imagined_return"],
+            thoughts["imagined_confidence"],
+        ).float()
+        surrogate, diagnostics = ppo_policy_loss(
+            log_prob_of(logits, thoughts["goal"]),
+            thoughts["goal_log_prob"],
+            normalise(thoughts["advantages"], deciding),
+            deciding,
+            params.clip,
+        )
+        told_loss, told = imitation_loss(learned, thoughts["expert_goal"], deciding)
+        entropy = weighted_mean(entropy_of(logits), deciding)
+        loss = surrogate + 0.5 * fit
+        loss = loss + params.kickstart_coef * told_loss - self.entropy_coef * entropy
+        return loss, {
+            **diagnostics,
+            **value_diagnostics,
+            "value_loss": fit,
+            "goal_agreement": told["agreement"],
+            "goal_entropy": entropy,
+        }

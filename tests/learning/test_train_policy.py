@@ -144,7 +144,8 @@ def test_the_expert_is_asked_where_agents_deliberate_or_it_acts_and_says_what_it
     for clock in range(4):
         thinking = deliberating(12, 4, clock)
         due = memory.agent.clock.unflatten(0, (12, -1)) + clock
-        assert bool((due[thinking] % 4 == 0).all()) and len(thinking) == 3
+        assert bool((due[thinking] % 4 == 0).all())
+        assert len(thinking) == 3
         record = learner.act(world, seen, memory, thinking, None)[2]
         told = record["expert_goal"].unflatten(0, (12, -1))
         assert torch.equal(told[thinking], means[thinking])

@@ -26,7 +26,7 @@ EXTRAS = {
         *("torch", "tensordict", "onnx", "onnxscript", "dvc", "mlflow", "filelock", "psutil"),
         *("pyyaml", "pillow", "matplotlib", "scipy"),
     ],
-    "serve": ["uvicorn", "httptools", "orjson"],
+    "serve": ["uvicorn", "httptools", "orjson", "websockets"],
     "dev": [
         *("pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "tritonclient", "schemathesis"),
     ],
@@ -243,7 +243,12 @@ def _registry() -> Iterator[Check]:
         yield Check("agent", "warn", f"{AGENT} is missing", "dvc repro agent")
         return
     sha256 = check_card(AGENT)["sha256"]
-    yield Check("agent", "ok", f"{AGENT} matches its card, sha256 {sha256[:12]}")
+    from hamlet.ort import check_runtime, open_session
+
+    open_session(AGENT)
+    runtime = " ".join(check_runtime())
+    detail = f"{AGENT} matches its card and opens in {runtime}, sha256 {sha256[:12]}"
+    yield Check("agent", "ok", detail)
     if any(find_spec(package) is None for package in ("mlflow", "psutil", "filelock")):
         return
     from hamlet import tracking

@@ -18,6 +18,8 @@ from hamlet.artifacts import HamletError, check_card, how_to_make
 
 # Distributions that all install the same `onnxruntime` package, over one another.
 _BUILD = re.compile(r"^(onnxruntime|ort)(-(gpu|nightly|nightly-gpu|directml|openvino|qnn|rocm))?$")
+# What ONNX Runtime says of a graph that only a newer one understands.
+_TOO_OLD = re.compile(r"NOT_IMPLEMENTED|Failed to find kernel|IR version|opset|is not a registered")
 
 
 def installed_runtimes() -> dict[str, str]:
@@ -120,6 +122,8 @@ def open_unchecked(
     except Exception as error:  # ONNX Runtime's own exceptions share no base
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         fix = how_to_make(name) if isinstance(model, str) else ""
+        if _TOO_OLD.search(reason):
+            fix = f"this onnxruntime {onnxruntime.__version__} is too old for it: install a newer"
         raise HamletError(f"{name} cannot be opened by ONNX Runtime ({reason})", fix) from None
     finally:
         onnxruntime.set_default_logger_severity(2)

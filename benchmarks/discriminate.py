@@ -26,8 +26,8 @@ from torch import Tensor
 
 from hamlet.artifacts import atomic_path, write_json
 from hamlet.town import PackError, Scripted, Town, load_pack
-from hamlet.town.config import Pack
-from hamlet.town.tune import HELD_OUT_LAYOUTS, play
+from hamlet.town.lives import HELD_OUT_LAYOUTS, play
+from hamlet.town.schema import Pack
 
 RESULTS = Path(__file__).parent / "results" / "discriminate.json"
 REQUIRED = {

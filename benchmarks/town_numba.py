@@ -14,7 +14,7 @@ import numba as nb
 import numpy as np
 
 from hamlet.town import Town
-from hamlet.town.config import BASE_ACTIONS
+from hamlet.town.schema import BASE_ACTIONS
 from hamlet.town.town import STREAM_LAYOUT, STREAM_START
 
 f32, u32, u64 = np.float32, np.uint32, np.uint64
@@ -56,7 +56,7 @@ def tables(town: Town) -> dict[str, Any]:
     ):  # fmt: skip
         raise ValueError(f"{pack.name}: the numba twin only covers packs like l4_contention")
     k, f = len(pack.meters), len(pack.affordances)
-    index = town._meter_index
+    index = town.meter_index
     actions = np.zeros((town.num_actions, k), np.float32)
     for number, custom in enumerate(pack.actions, start=len(BASE_ACTIONS)):
         for name, amount in custom.effects.items():
@@ -90,13 +90,13 @@ def tables(town: Town) -> dict[str, Any]:
     links = np.array([[index[c.source], index[c.target]] for c in pack.cascades], np.int64)
     return {
         "actions": actions,
-        "price": columns(town._price),
-        "per_tick": columns(town._per_tick),
-        "completion": columns(town._on_completion),
-        "duration": town._duration.table[0].numpy(),
-        "open_bits": town._open_bits.table[0].numpy(),
-        "capacity": town._capacity.table[0].numpy(),
-        "depletion": np.array(town._depletion[0], np.float32),
+        "price": columns(town.prices),
+        "per_tick": columns(town.effects_per_tick),
+        "completion": columns(town.effects_on_completion),
+        "duration": town.durations.table[0].numpy(),
+        "open_bits": town.open_bits.table[0].numpy(),
+        "capacity": town.capacities.table[0].numpy(),
+        "depletion": np.array(town.depletions[0], np.float32),
         "mods": mods.reshape(-1, 2),
         "mod_values": np.array([[m.rate, m.base, m.range] for m in pack.modulations],
                                np.float32).reshape(-1, 3),
@@ -108,9 +108,9 @@ def tables(town: Town) -> dict[str, Any]:
         "initial": np.array([m.initial for m in pack.meters], np.float32),
         "cues": cues,
         "bounds": bounds,
-        "order": np.argsort(town._cues.rank),
-        "place": town._place_table.int().numpy().reshape(town.num_layouts, -1),
-        "view": town._view_table.numpy().view(np.uint8),
+        "order": np.argsort(town.cue_rules.rank),
+        "place": town.place_table.int().numpy().reshape(town.num_layouts, -1),
+        "view": town.view_table.numpy().view(np.uint8),
         "sizes": np.array([town.width, town.height, town.lifespan, pack.vision, pack.cue_distance,
                            pack.cues_broadcast, town.num_layouts, pack.start_hour], np.int64),
     }  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 
 from hamlet.learning.compiling import compiled as fast
 from hamlet.town import PackError, Town, load_pack
-from hamlet.town.hamlet import reference_mask, reference_observation
+from hamlet.town.hamlet_observation import reference_mask, reference_observation
 
 NEEDED = (
     "obs", "meters", "positions", "actions", "masks", "rewards", "dones", "hour",

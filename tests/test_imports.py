@@ -90,7 +90,7 @@ def test_names_that_are_loaded_on_demand_are_followed_to_their_file():
     assert "hamlet.town.players" in seen
     assert "hamlet.town.render" not in seen
     assert "hamlet.town.render" in reached("stages.evaluate")
-    assert "hamlet.artifacts" in imports("hamlet.town.config")
+    assert "hamlet.artifacts" in imports("hamlet.town.schema")
 
 
 @pytest.mark.parametrize(

@@ -9,19 +9,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hamlet.town.config import Pack, PackError, load_pack
     from hamlet.town.counter import counter_uniform
+    from hamlet.town.load import load_pack
     from hamlet.town.players import Scripted
     from hamlet.town.render import render_ascii, render_png, save_gif
+    from hamlet.town.schema import Pack, PackError
     from hamlet.town.town import Town
 
 _HOMES = {
-    "Pack": "config",
-    "PackError": "config",
+    "Pack": "schema",
+    "PackError": "schema",
     "Scripted": "players",
     "Town": "town",
     "counter_uniform": "counter",
-    "load_pack": "config",
+    "load_pack": "load",
     "render_ascii": "render",
     "render_png": "render",
     "save_gif": "render",

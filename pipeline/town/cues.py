@@ -8,8 +8,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from hamlet.town.config import Cue, CueTest, Pack
 from hamlet.town.counter import tick_hash, to_unit
+from hamlet.town.schema import Cue, CueTest, Pack
 
 STREAM = 256  # first stream of the counter hash; stream + cue * agents + agent
 

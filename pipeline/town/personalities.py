@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hamlet.town.config import Pack
+from hamlet.town.schema import Pack
 
 # Marginal value, fear weight and comfort level per meter: value(x) = a x - b max(0, c - x)^2.
 METER_DEFAULTS: dict[str, tuple[float, float, float]] = {

@@ -21,9 +21,12 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from hamlet.town.config import PackError, load_pack
+from hamlet.town.expert import step_towards
+from hamlet.town.lives import HELD_OUT_LAYOUTS, play
+from hamlet.town.load import load_pack
 from hamlet.town.players import Scripted
-from hamlet.town.town import INTERACT, Town
+from hamlet.town.schema import INTERACT, PackError
+from hamlet.town.town import Town
 
 
 class Planner:
@@ -93,7 +96,7 @@ class Planner:
         actions, goals, _ = self.expert.act(state, self.expert.reset(state))
         cells = town.affordance_cells[state["layout"]].gather(1, option.clamp(min=0))
         x, y = state["position"].long().unbind(-1)
-        step = Scripted._step_towards(cells % town.width - x, cells // town.width - y)
+        step = step_towards(cells % town.width - x, cells // town.width - y)
         use = torch.where(state["place"] == option, INTERACT, step)
         legal = town.action_mask(state).gather(2, use[..., None])[..., 0]
         use = torch.where(legal, use, actions)
@@ -101,8 +104,6 @@ class Planner:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    from hamlet.town.tune import HELD_OUT_LAYOUTS, play
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pack", help="pack name, file or Hamlet directory")
     parser.add_argument("--worlds", type=int, default=8)

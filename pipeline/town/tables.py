@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hamlet.town.config import Affordance, Pack
 from hamlet.town.counter import mix, tick_hash, to_unit
+from hamlet.town.schema import Affordance, Pack
 
 ALWAYS = 1000  # ticks a place that never closes stays open
 

@@ -22,42 +22,14 @@ from rich.progress import Progress
 from torch import Tensor
 
 from hamlet.town import personalities
-from hamlet.town.config import Pack, PackError, load_pack
-from hamlet.town.planner import Planner
+from hamlet.town.lives import HELD_OUT_LAYOUTS, play
+from hamlet.town.load import load_pack
 from hamlet.town.players import Scripted
+from hamlet.town.schema import ExpertSettings, Pack, PackError
 from hamlet.town.town import Town
 
 ADDITIVE = {"rest_bonus": 0.01}  # spread of parameters that may be negative
 NOTE = "# Found by `python -m hamlet.town.tune`; mean return of a life on layouts tuning never saw."
-HELD_OUT_LAYOUTS = 1_000_003  # layout seed of everything that is reported
-
-
-@torch.no_grad()
-def play(
-    town: Town, players: Scripted | Planner, seed: int, worlds: int, repeat: int = 1
-) -> dict[str, Tensor]:
-    """One life in each of `worlds` worlds, each played `repeat` times side by side.
-
-    Returns per agent, f32 [worlds, repeat, N]: `returns` (sum of rewards), `life` (ticks lived),
-    `retired` (1.0 or 0.0).
-    """
-    state = town.reset(seed, worlds)
-    if repeat > 1:
-        state = state[torch.arange(worlds, device=town.device).repeat_interleave(repeat)]
-    memory = players.reset(state)
-    returns = torch.zeros_like(state["reward"])
-    life = torch.zeros_like(returns)
-    for _ in range(town.lifespan):
-        life += state["alive"] & ~state["over"][:, None]
-        actions, _, memory = players.act(state, memory)
-        state = town.step_core(state, actions)
-        returns += state["reward"]
-    shape = (worlds, repeat, town.num_agents)
-    return {
-        "returns": returns.view(shape),
-        "life": life.view(shape),
-        "retired": (state["alive"] & (life >= town.lifespan)).float().view(shape),
-    }
 
 
 def tune(
@@ -195,8 +167,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 def load_settings(pack: Pack, experts: dict[str, dict]) -> dict:
     """The pack's expert settings with the newly found ones on top."""
-    from hamlet.town.config import ExpertSettings
-
     return dict(pack.experts) | {k: ExpertSettings.model_validate(v) for k, v in experts.items()}
 
 

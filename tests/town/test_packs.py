@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from hamlet.town import PackError, Town, load_pack
-from hamlet.town.config import PACKS
+from hamlet.town.load import PACKS
 from hamlet.town.validate import check_survivable
 
 LEVELS = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from hamlet.town import Scripted, Town, load_pack
+from hamlet.town.lives import HELD_OUT_LAYOUTS, play
 from hamlet.town.planner import Planner
-from hamlet.town.tune import HELD_OUT_LAYOUTS, play
 
 
 def lone_town(lifespan: int) -> Town:

@@ -11,9 +11,10 @@ from rich.progress import Progress
 
 from benchmarks.discriminate import REQUIRED, loss, measure
 from hamlet.town import Scripted, Town, load_pack, personalities
-from hamlet.town.config import PACKS, build_pack
-from hamlet.town.town import INTERACT, LEFT, RIGHT, WAIT
-from hamlet.town.tune import HELD_OUT_LAYOUTS, play
+from hamlet.town.check import build_pack
+from hamlet.town.lives import HELD_OUT_LAYOUTS, play
+from hamlet.town.load import PACKS
+from hamlet.town.schema import INTERACT, LEFT, RIGHT, WAIT
 
 BASE = yaml.safe_load((PACKS / "l4_contention.yaml").read_text())
 PLACES = [place["name"] for place in BASE["affordances"]]

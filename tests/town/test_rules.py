@@ -136,7 +136,7 @@ def test_memory_per_agent_is_small():
 @pytest.mark.slow
 def test_contention_is_fair():
     """Over 2,000 lives of equal agents no slot's mean return stands out of its interval."""
-    from hamlet.town.tune import play as lives
+    from hamlet.town.lives import play as lives
 
     returns = lives(TOWN, Scripted(TOWN, ["expert_ignoring"]), 11, 512)["returns"][:, 0]
     mean, error = returns.mean(0), returns.std(0) / len(returns) ** 0.5

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from hamlet.town import Town, load_pack
+from hamlet.town.schema import INTERACT, WAIT
 from hamlet.town.tables import menu, timetable
-from hamlet.town.town import INTERACT, WAIT
 
 TOWN = Town(load_pack("l7_scarce").model_copy(update={"agents": 1}), num_layouts=8)
 MONEY = 3

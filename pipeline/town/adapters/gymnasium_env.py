@@ -12,7 +12,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from hamlet.town.adapters.flat import flat_observation, flat_size
-from hamlet.town.config import load_pack
+from hamlet.town.load import load_pack
 from hamlet.town.players import Scripted
 from hamlet.town.render import render_png
 from hamlet.town.town import Town

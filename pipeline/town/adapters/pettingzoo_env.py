@@ -10,7 +10,7 @@ import torch
 from pettingzoo import ParallelEnv
 
 from hamlet.town.adapters.flat import flat_observation, flat_size
-from hamlet.town.config import load_pack
+from hamlet.town.load import load_pack
 from hamlet.town.render import render_png
 from hamlet.town.town import Town
 

@@ -8,7 +8,7 @@ from torchrl.data import Binary, Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
 from hamlet.town.adapters.flat import flat_observation, flat_size
-from hamlet.town.config import load_pack
+from hamlet.town.load import load_pack
 from hamlet.town.town import Town
 
 

@@ -1,4 +1,4 @@
-"""What a town is made of: the pack, a strict schema over one YAML file.
+"""What a town is made of: the pack, as a strict schema. Reading one is `load`, its sense `check`.
 
 Amounts are in meter units (0 to 1; money 1.0 = $100) and times in ticks (one tick = one hour).
 """
@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hamlet.artifacts import HamletError
 
-PACKS = Path(__file__).parent / "packs"
 MOVES = ("UP", "DOWN", "LEFT", "RIGHT")
 BASE_ACTIONS = (*MOVES, "INTERACT", "WAIT")
+UP, DOWN, LEFT, RIGHT, INTERACT, WAIT = range(6)
 Unit = Annotated[float, Field(ge=0.0, le=1.0)]
 Amount = Annotated[float, Field(ge=-1.0, le=1.0)]
 Amounts = dict[str, Amount]
@@ -245,87 +243,3 @@ class Pack(Model):
             *(action.name for action in self.actions),
             *(f"SET_COMM_{value}" for value in comm),
         )
-
-
-def one_line(error: ValidationError, source: str) -> str:
-    """The first problem pydantic found, as `source: field: what is wrong`."""
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"]) or "pack"
-    got = "" if first["type"] in ("missing", "value_error") else f", got {first['input']!r:.60}"
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    message = first["msg"].removeprefix("Value error, ")
-    return f"{source}: {where}: {message}{got}{more}"
-
-
-def load_pack(source: str | Path) -> Pack:
-    """Read a pack by name (`l4_contention`), from a YAML file, or from a Hamlet pack directory.
-
-    A YAML pack may name another as `extends`: its own fields replace or, where they are mappings
-    or lists of named things, amend the other's; null restores the schema's default.
-
-    Raises PackError with one line that names the file, the field and the fix.
-    """
-    path = Path(source)
-    if path.is_dir():
-        from hamlet.town.hamlet import load_hamlet_pack
-
-        return load_hamlet_pack(path)
-    if not path.suffix and not path.exists():
-        path = PACKS / f"{source}.yaml"
-    if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in PACKS.glob("*.yaml")))
-        raise PackError(
-            f"{source}: no such pack; give a file, a Hamlet directory or one of {known}"
-        )
-    return build_pack(_read_with_parents(path), path.name)
-
-
-def build_pack(content: dict[str, Any], source: str) -> Pack:
-    """A checked pack from its fields. Raises PackError, see `load_pack`."""
-    try:
-        pack = Pack.model_validate(content)
-    except ValidationError as error:
-        raise PackError(one_line(error, source)) from None
-    from hamlet.town.validate import check
-
-    check(pack, source)
-    return pack
-
-
-def _read_with_parents(path: Path, depth: int = 0) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise PackError(
-            f"{path.name}: not readable as YAML: {' '.join(str(error).split())}"
-        ) from None
-    if not isinstance(content, dict):
-        raise PackError(
-            f"{path.name}: a pack is a mapping of fields, found {type(content).__name__}"
-        )
-    parent = content.pop("extends", None)
-    if parent is None:
-        return content
-    candidates = (path.parent / f"{parent}.yaml", PACKS / f"{parent}.yaml")
-    found = next((file for file in candidates if file.is_file()), None)
-    if found is None or depth > 8:
-        raise PackError(f"{path.name}: extends: no pack named {parent!r} beside it or built in")
-    base = _read_with_parents(found, depth + 1)
-    for settings in (base.get("experts") or {}).values():  # measured in another town
-        settings.pop("contended", None)
-        settings.pop("alone", None)
-    return _amend(base, content)
-
-
-def _amend(base: Any, change: Any) -> Any:
-    """`change` on top of `base`: mappings by key, lists of named things by name."""
-    if isinstance(base, dict) and isinstance(change, dict):
-        merged = base | {key: _amend(base.get(key), value) for key, value in change.items()}
-        return {key: value for key, value in merged.items() if value is not None}
-    named = [base, change]
-    if all(isinstance(x, list) and x and all(isinstance(i, dict) and "name" in i for i in x)
-           for x in named):  # fmt: skip
-        mine = {item["name"]: item for item in change}
-        amended = [_amend(item, mine.pop(item["name"], {})) for item in base]
-        return amended + list(mine.values())
-    return change

@@ -108,8 +108,7 @@ class Expert:
         action = torch.where(goal == f, rest_action, self.go(ways, best[None], rest_action))
         if mind.seen is not None:
             best_rate = torch.maximum(best_rate, rest_rate)
-            explores, step, wait = self.explore(s, mind, ways, best_rate)
-            ways = ways._replace(wait=wait)
+            explores, step = self.explore(s, mind, ways, best_rate)
             action, goal = torch.where(explores, step, action), torch.where(explores, f + 1, goal)
         if self.wanders:
             wanders, step = self.wander(s, mind)
@@ -304,8 +303,8 @@ class Expert:
 
     def explore(
         self, s: Fields, mind: Mind, ways: Ways, best_rate: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Who would rather look at unseen cells, bool [N, B], its step, and waits, int64 [N, B].
+    ) -> tuple[Tensor, Tensor]:
+        """Who would rather look at unseen cells, bool [N, B], and its step, int64 [N, B].
 
         best_rate: f32 [N, B] what the best else is worth.
         """
@@ -314,7 +313,7 @@ class Expert:
         assert ways.hidden is not None
         x, y = s["position"].long().unbind(0)
         unseen = ~seen.all(-1) & mind.needs_sight
-        worth, wait = p["explore_rate"], ways.wait
+        worth = p["explore_rate"]
         if self.strays:  # to the nearest cell that it has not seen
             away = self.cells * 4
             cell = torch.arange(self.cells, device=x.device)
@@ -334,7 +333,7 @@ class Expert:
             look_x = torch.where(searches, there_x, look_x) if self.strays else there_x
             look_y = torch.where(searches, there_y, look_y) if self.strays else there_y
             worth = torch.where(searches, found.amax(0), worth)
-        return unseen & (worth > best_rate), step_towards(look_x, look_y), wait
+        return unseen & (worth > best_rate), step_towards(look_x, look_y)
 
     def wander(self, s: Fields, mind: Mind) -> tuple[Tensor, Tensor]:
         """Who wanders in this stretch of ticks, bool [N, B], and its step, int64 [N, B]."""

@@ -86,7 +86,16 @@ def test_finished_worlds_freeze_without_reset(town):
     assert not later["episode_over"].any()
 
 
-@pytest.mark.parametrize("names", [None, ("expert",), ("expert_sightings",), ("random", "rest")])
+@pytest.mark.parametrize(
+    "names",
+    [
+        None,
+        ("expert",),
+        ("expert_sightings",),
+        ("random", "rest"),
+        ("visitor", "expert_searching", "expert"),
+    ],
+)
 def test_players_only_take_legal_actions(town, names):
     players = Scripted(town, names, seed=2)
     state = town.reset(4, 8)

@@ -1,39 +1,99 @@
 """Run a training stage in several processes of this machine, one thread each.
 
     python -m stages.ranks 2 social
+    python -m stages.ranks auto social
 
-is `torchrun --standalone --nproc-per-node 2 -m stages.social`, but what goes wrong stays one line:
-torchrun follows the stage's own with a page.
+The first is `torchrun --standalone --nproc-per-node 2 -m stages.social`, but what goes wrong stays
+one line: torchrun follows the stage's own with a page. `auto` takes as many ranks as help: one
+for each core that this process may use (affinity and a container's share count), while the batch
+divides evenly and no rank gets less than a batch's smallest useful part.
 """
 
 import argparse
 import logging
 import os
+import sys
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from hamlet.params import load_params
-from stages.common import TRAINED, one_line_errors
+from hamlet.params import Params, load_params
+from stages.common import TRAINED, cores, one_line_errors
+
+AUTO = "auto"
+
+
+class Batch(NamedTuple):
+    """What the ranks of a stage share.
+
+    Attributes:
+        field: of the stage's section, the number of rows of a batch.
+        least: rows of a rank below which another rank does not help.
+        unit: a field that must divide the rows of a rank, or None.
+    """
+
+    field: str
+    least: int
+    unit: str | None = None
+
+
+# Stages that gain from ranks; world_model and prove lose by a second one (`benchmarks.scaling`).
+SHARED = {
+    "perception": Batch("sequences", 4),
+    "social": Batch("sequences", 4),
+    "policy": Batch("worlds", 16, "meta_period"),
+}
+
+
+def helpful(stage: str, params: Params, available: int) -> int:
+    """The number of ranks that `auto` takes for a stage on so many cores."""
+    if stage not in SHARED:
+        return 1
+    batch, section = SHARED[stage], getattr(params, stage)
+    rows = getattr(section, batch.field)
+    unit = getattr(section, batch.unit) if batch.unit else 1
+    for count in range(min(available, rows // batch.least), 1, -1):
+        if rows % count == 0 and (rows // count) % unit == 0:
+            return count
+    return 1
+
+
+def _count(text: str) -> int | None:
+    if text == AUTO:
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: ask for one process or more, or {AUTO}")
+    return int(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m stages.ranks", description=__doc__)
-    parser.add_argument("count", type=int, help="processes")
+    parser = argparse.ArgumentParser(
+        prog="python -m stages.ranks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("count", type=_count, help=f"processes, or {AUTO}")
     parser.add_argument("stage", choices=TRAINED)
     asked = parser.parse_args(arguments)
-    if asked.count < 1:
-        parser.error(f"count is {asked.count}: ask for one process or more")
     with one_line_errors(asked.stage):
-        load_params()  # what is wrong in params.yaml is told once, not by every rank
+        params = load_params()  # what is wrong in params.yaml is told once, not by every rank
+    count = asked.count or helpful(asked.stage, params, cores())
+    if count == 1:
+        command = [sys.executable, "-m", f"stages.{asked.stage}"]
+        sys.stdout.flush()
+        os.execv(sys.executable, command)
+    print(f"{asked.stage}: {count} ranks", file=sys.stderr, flush=True)
+    _torchrun(asked.stage, count)
 
+
+def _torchrun(stage: str, count: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     logging.disable()  # torchrun's own
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    ranks = ["--standalone", f"--nproc-per-node={asked.count}", "-m", f"stages.{asked.stage}"]
     try:
-        run(parse_args(ranks))
+        run(parse_args(["--standalone", f"--nproc-per-node={count}", "-m", f"stages.{stage}"]))
     except ChildFailedError as failed:
         code = failed.get_first_failure()[1].exitcode
         raise SystemExit(code if code > 0 else 128 - code) from None

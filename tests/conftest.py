@@ -39,11 +39,20 @@ def pipeline(path: Path) -> Repo:
     path.mkdir()
     working_tree(path)
     (path / "dvc.lock").unlink(missing_ok=True)
-    done = repo.run("dvc", "repro", check=False)
+    done = traced(repo, path / "opened").run("dvc", "repro", check=False)
     if done.returncode:
         pytest.fail(f"dvc repro ended with {done.returncode}\n{tail(done)}", pytrace=False)
     log.write_text(done.stdout + done.stderr)
     return repo
+
+
+def traced(repo: Repo, folder: Path) -> Repo:
+    """The same repository; its stages write down in `folder` which files they open."""
+    folder.mkdir()
+    seen = Repo(repo.path)
+    hook = Path(__file__).parent / "traced"
+    seen.env |= {"TRACED": str(folder), "PYTHONPATH": f"{hook}{os.pathsep}{repo.env['PYTHONPATH']}"}
+    return seen
 
 
 @pytest.fixture

@@ -93,9 +93,8 @@ def test_a_stage_on_two_ranks_makes_what_one_process_makes(copy, stage, capsys):
     runs = runs_of(copy, stage)
     assert runs[0].data.tags["ranks"] == "2"
     assert runs[0].info.status == "FINISHED"
-    by_repro = "2" if f"stages.ranks 2 {stage}\n" in (copy.path / "dvc.yaml").read_text() else None
-    told = [run.data.tags.get("ranks") for run in runs[1:]]
-    assert told == [None] + [by_repro] * (len(runs) - 2)
+    others = {run.data.tags.get("ranks") for run in runs[1:]}
+    assert others == {None}  # the batches of the preset tiny are too small to share
 
 
 def runs_of(repo, stage: str) -> list:

@@ -1,6 +1,6 @@
 """Does every module matter? Module D trained anew without one of them, for as many ticks.
 
-    dvc repro benchmarks/dvc.yaml                       # every cell, then the table and the plot
+    dvc --cd benchmarks repro                           # every cell, then the table and the plot
     python -m benchmarks.study cell no_social 1         # one cell: a variant and a seed
     python -m benchmarks.study report                   # the table and the plot of what there is
 
@@ -370,7 +370,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     cells = [read_json(path) for path in sorted(RESULTS.glob("*-*.json"))]
     if not cells:
-        print(f"study: {RESULTS} holds no cell; run `dvc repro benchmarks/dvc.yaml`")
+        print(f"study: {RESULTS} holds no cell; run `dvc --cd benchmarks repro`")
         return 1
     rows = report(cells)
     write_json(RESULTS.with_suffix(".json"), rows)

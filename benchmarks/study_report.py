@@ -89,7 +89,7 @@ def table(found: dict[str, dict[str, Any]], pack: str) -> str:
     lines = [
         "# What each module is worth",
         "",
-        f"By `dvc repro benchmarks/dvc.yaml`, on {pack}: module D trained anew without one of the",
+        f"By `dvc --cd benchmarks repro`, on {pack}: module D trained anew without one of the",
         "modules, for as many ticks as the whole agent; mean return in held-out worlds. ± is half",
         "the 95 % interval over seeds (Student's t), the cost being paired by seed; CPU is the",
         "processor time of this training as a multiple of the whole agent's on a like processor.",

@@ -14,15 +14,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from hamlet.artifacts import sha256_file
+from stages.dependencies import NEUTRAL, module_of, sources
 from stages.report import society
 
 pytestmark = pytest.mark.slow
 
 STAGES = [
     "agent", "collect", "evaluate", "freeze_perception", "perception", "policy", "population",
-    "prove", "prove_evaluate", "register", "social", "world_model",
+    "prove", "prove_evaluate", "register", "social", "world", "world_model",
 ]  # fmt: skip
 
 
@@ -74,12 +76,38 @@ def test_one_command_runs_every_stage_and_sums_up(tiny):
         assert metrics[f"parity_batch_{batch}"] <= 1e-4
 
 
-def test_second_repro_only_looks_at_the_registry(tiny, capsys):
+def test_second_repro_only_looks_at_the_world_and_the_registry(tiny, capsys):
     before, began = hashes(tiny), time.monotonic()
-    assert tiny.repro() == ["register"]
+    assert sorted(tiny.repro()) == ["register", "world"]
     with capsys.disabled():
         print(f"\nsecond dvc repro: {time.monotonic() - began:.1f} s")
     assert hashes(tiny) == before
+
+
+UNTRACKED = (".git", "artifacts/runs", "checkpoints")  # of MLflow, and of resumption
+
+
+@pytest.mark.parametrize("stage", sorted(set(STAGES) - {"world"}))
+def test_what_a_stage_opens_is_among_its_dependencies(tiny, stage):
+    """As traced while the pipeline ran; and what it depends on, it opens."""
+    described = yaml.safe_load((tiny.path / "dvc.yaml").read_text())["stages"]
+    lines = (tiny.path / "opened" / stage).read_text().splitlines()
+    opened = {line[2:].replace("hamlet/", "pipeline/") for line in lines}
+    own = described[stage]
+    made = {next(iter(out)) if isinstance(out, dict) else out
+            for kind in ("outs", "metrics", "plots") for out in own.get(kind, [])}  # fmt: skip
+    code = set(sources(stage, module_of(own["cmd"]))) | {*own["deps"], *NEUTRAL}
+    known = code | made | {"params.yaml", "presets", "dvc.yaml", "pipeline/town/packs"}
+    known |= {*UNTRACKED, "pipeline/tracking.py", "mlflow.db", "mlflow.db.lock", "mlartifacts"}
+
+    def among(path: str, names) -> bool:
+        return any(path == name or path.startswith(f"{name}/") for name in names)
+
+    files = {path for path in opened if (tiny.path / path).is_file() and not path.endswith(".pyc")}
+    files = {path for path in files if not path.endswith("__init__.py")}
+    assert {path for path in files if not among(path, known)} == set()
+    data = [dep for dep in own["deps"] if dep.startswith("artifacts/")]
+    assert [dep for dep in data if not any(among(path, [dep]) for path in opened)] == []
 
 
 def test_forced_repro_makes_the_same_bytes(copy):
@@ -90,18 +118,23 @@ def test_forced_repro_makes_the_same_bytes(copy):
     assert before.keys() == after.keys()
 
 
+def rerun(repo) -> list[str]:
+    """The stages that `dvc repro` runs, without the first, which always runs."""
+    return [stage for stage in repo.repro() if stage != "world"]
+
+
 def test_a_param_reruns_its_stage_and_what_depends_on_it(copy):
     before = hashes(copy)
     touched = (copy.artifacts / "perception.pt2").stat().st_mtime_ns
     copy.set("social", "steps", 13)
-    assert copy.repro() == ["social", "policy", "population", "agent", "evaluate", "register"]
+    assert rerun(copy) == ["social", "policy", "population", "agent", "evaluate", "register"]
     after = hashes(copy)
     changed = {name for name in before if before[name] != after[name]}
     assert {"social.pt2", "winner/act.pt2", "agent.onnx"} <= changed
     assert not changed & {"perception.pt", "perception.pt2", "world_model.pt2"}
 
     copy.set("policy", "ppo_iterations", 1)
-    assert copy.repro() == ["policy", "population", "agent", "evaluate", "register"]
+    assert rerun(copy) == ["policy", "population", "agent", "evaluate", "register"]
     assert hashes(copy)["social.pt2"] == after["social.pt2"]
     assert (copy.artifacts / "perception.pt2").stat().st_mtime_ns == touched
 
@@ -195,8 +228,8 @@ def town_actions(action):
 
 def test_a_deleted_database_is_filled_again_with_one_version(copy):
     (copy.path / "mlflow.db").unlink()
-    assert copy.repro() == ["register"]
-    assert copy.repro() == ["register"]
+    assert sorted(copy.repro()) == ["register", "world"]
+    assert sorted(copy.repro()) == ["register", "world"]
     version, client = champion(copy)
     card = json.loads((copy.artifacts / "agent.onnx.json").read_text())
     assert version.tags["sha256"] == card["sha256"]

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -23,7 +25,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from hamlet.artifacts import HamletError, atomic_path, how_to_make
+from hamlet.artifacts import HamletError, atomic_path, how_to_make, read_json
 
 AGENT = Path("artifacts/agent.onnx")
 PROVER = Path("artifacts/prover")
@@ -33,6 +35,11 @@ P = ParamSpec("P")
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_show_locals=False, help="Agents that live in the town."
 )
+StatePairs = Annotated[
+    list[str] | None,
+    typer.Option(help="INPUT=OUTPUT that are state, where their names do not say so. Repeatable."),
+]
+ActionName = Annotated[str | None, typer.Option(help="The output that is the action.")]
 AgentFile = Annotated[Path, typer.Option(help="The exported agent; its card stands beside it.")]
 
 
@@ -209,12 +216,29 @@ def act(
         print(json.dumps(_example(player), indent=1))
         return
     given = _read_observation(observation, player)
-    fields = player.check({name: [value] for name, value in given.items()})
+    fields = player.check(_as_batch(given, player))
     memory = _read_memory(state, player) if state and state.exists() else player.start(1)
     decision = player.act(fields, memory)
     if state:
         _write_memory(state, player, decision.state)
     print(json.dumps(player.readable(decision), indent=2, ensure_ascii=False))
+
+
+def _as_batch(given: dict[str, Any], player: Any) -> dict[str, Any]:
+    """An observation as a batch of one, which stands where the graph wants it."""
+    import numpy as np
+
+    inputs = player.signature.inputs
+    batch = {}
+    for name, value in given.items():
+        axis = inputs[name].axis if name in inputs else 0
+        if axis is None:
+            batch[name] = value
+        elif axis == 0:
+            batch[name] = [value]
+        else:
+            batch[name] = np.expand_dims(np.asarray(value, dtype=object), axis).tolist()
+    return batch
 
 
 def _read_observation(path: Path | None, player: Any) -> dict[str, Any]:
@@ -234,7 +258,7 @@ def _read_observation(path: Path | None, player: Any) -> dict[str, Any]:
             f"{name} is not valid JSON ({error})", "see `hamlet act --example`"
         ) from None
     if not isinstance(data, dict):
-        fields = ", ".join(n for n in player.inputs if not n.startswith("state_"))
+        fields = ", ".join(player.signature.observation)
         raise HamletError(f"{name} is not a JSON object", f"its fields are {fields}")
     return data
 
@@ -243,19 +267,21 @@ def _example(player: Any) -> dict[str, Any]:
     """An observation of nobody around, on open ground, with every action legal."""
     import numpy as np
 
-    town = player.card["town"]
-    own = dict.fromkeys(town["meter_names"], 0.6) | {"cos_hour": 1.0}
-    values = {
-        "self_state": [own.get(name, 0.0) for name in town["self_names"]],
-        "others_action": [town["num_actions"]] * (town["num_agents"] - 1),
-        "action_mask": [True] * town["num_actions"],
-    }
+    signature = player.signature
+    values: dict[str, Any] = {}
+    if "town" in player.card:
+        town = player.card["town"]
+        own = dict.fromkeys(town["meter_names"], 0.6) | {"cos_hour": 1.0}
+        values = {
+            "self_state": [own.get(name, 0.0) for name in town["self_names"]],
+            "others_action": [town["num_actions"]] * (town["num_agents"] - 1),
+        }
+    if signature.mask:
+        values[signature.mask] = np.ones(signature.inputs[signature.mask].shape, bool).tolist()
+    fields = {name: signature.inputs[name] for name in signature.observation}
     return {
-        name: values[name]
-        if name in values
-        else np.zeros(entry["shape"][1:], entry["dtype"]).tolist()
-        for name, entry in player.inputs.items()
-        if not name.startswith("state_")
+        name: values[name] if name in values else np.zeros(field.shape, field.dtype).tolist()
+        for name, field in fields.items()
     }
 
 
@@ -269,7 +295,7 @@ def _read_memory(path: Path, player: Any) -> dict[str, Any]:
         raise HamletError(
             f"{path} does not hold an agent's memory ({type(error).__name__})", "name another file"
         ) from None
-    if str(saved.pop("agent", "")) != player.card["sha256"]:
+    if str(saved.pop("agent", "")) != player.sha:
         raise HamletError(f"{path} is the memory of another agent", "delete it to begin a new life")
     return saved
 
@@ -278,7 +304,7 @@ def _write_memory(path: Path, player: Any, memory: dict[str, Any]) -> None:
     import numpy as np
 
     with atomic_path(path) as temporary, temporary.open("wb") as file:
-        np.savez(file, agent=np.array(player.card["sha256"]), **memory)
+        np.savez(file, agent=np.array(player.sha), **memory)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -290,19 +316,35 @@ def _write_memory(path: Path, player: Any, memory: dict[str, Any]) -> None:
 def serve(
     source: Annotated[
         str,
-        typer.Argument(help="An ONNX file, or models:/hamlet-agent@champion of MLflow's registry."),
+        typer.Argument(
+            help="Any ONNX policy, or models:/hamlet-agent@champion of MLflow's registry."
+        ),
     ] = str(AGENT),
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8080,
     state_file: Annotated[
-        Path | None, typer.Option(help="Sessions are saved here at the end and restored from it.")
+        Path | None,
+        typer.Option(help="Sessions are saved here every few seconds and restored from it."),
     ] = None,
     max_sessions: Annotated[int, typer.Option(min=1, max=1_000_000)] = 10_000,
     session_ttl: Annotated[
-        float, typer.Option(min=1, help="Seconds after which an idle session ends.")
+        float, typer.Option(min=1, help="Seconds after which an idle session ends; inf: never.")
     ] = 600.0,
+    name: Annotated[
+        str | None, typer.Option(help="Of the model in its URLs; default: the file's or MLflow's.")
+    ] = None,
+    state: StatePairs = None,
+    action: ActionName = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="A web page's origin that may ask (CORS); * for all. Repeatable."),
+    ] = None,
+    drain_seconds: Annotated[
+        float,
+        typer.Option(min=0, help="After SIGTERM: so long not ready, but answering, then the end."),
+    ] = 0.0,
 ) -> None:
-    """Serve the agent over HTTP: the Open Inference Protocol v2, with a session's memory kept.
+    """Serve a policy over HTTP: the Open Inference Protocol v2, with every session's state kept.
 
     HAMLET_TOKEN in the environment asks clients for that bearer token. A new file, or an alias that
     moves, is taken up while it runs.
@@ -316,7 +358,60 @@ def serve(
     from hamlet.serving.server import serve as serve_until_stopped
     from hamlet.serving.source import open_source
 
-    serve_until_stopped(open_source(source), host, port, state_file, max_sessions, session_ttl)
+    for option, number in (("--session-ttl", session_ttl), ("--drain-seconds", drain_seconds)):
+        if math.isnan(number) or (option == "--drain-seconds" and math.isinf(number)):
+            raise HamletError(f"{option} is {number}", "give a number of seconds")
+    if name is not None and not re.fullmatch(r"[\w.~-]{1,128}", name, re.ASCII):
+        raise HamletError(f"--name '{name}' cannot stand in a URL", "letters, digits and . _ ~ -")
+    serve_until_stopped(
+        open_source(source, _pairs(state), action),
+        host,
+        port,
+        state_file,
+        max_sessions,
+        session_ttl,
+        name=name,
+        origins=tuple(allow_origin or ()),
+        drain=drain_seconds,
+    )
+
+
+def _pairs(given: list[str] | None) -> dict[str, str]:
+    """`--state h_in=h_out` as a mapping."""
+    pairs = {}
+    for pair in given or []:
+        left, sign, right = pair.partition("=")
+        if not (left and sign and right):
+            raise HamletError(f"--state {pair} is no pair", "write --state INPUT=OUTPUT")
+        pairs[left] = right
+    return pairs
+
+
+@app.command()
+@told_in_one_line
+def card(
+    policy: Annotated[Path, typer.Argument(help="An ONNX file.")],
+    state: StatePairs = None,
+    action: ActionName = None,
+) -> None:
+    """Write the card of an ONNX policy made elsewhere, FILE.json: what is state, what the action.
+
+    In it you may then name the actions (`policy.actions`), a bool input that says which are legal
+    (`policy.mask`), states that do not begin as zeros (`policy.initial`), and limits of inputs
+    (`limits`: NAME: [LOW, HIGH]).
+    """
+    from hamlet.artifacts import card_path, write_card
+    from hamlet.ort import open_unchecked
+    from hamlet.serving.signature import card_of
+
+    if not policy.is_file():
+        raise HamletError(f"{policy} is missing", "name an ONNX file")
+    if card_path(policy).exists() and read_json(card_path(policy)).get("kind") != "policy":
+        raise HamletError(f"{policy} has a card of its own making", "it is served as it is")
+    session = open_unchecked(policy.as_posix(), name=str(policy))
+    made = card_of(session, str(policy), _pairs(state), action)
+    write_card(policy, "policy", made["schema"], extra={"policy": made["policy"]})
+    print(f"{card_path(policy)} written: {json.dumps(made['policy'])}")
 
 
 # ------------------------------------------------------------------------------------------------

@@ -5,39 +5,46 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import re
 import secrets
 import time
 import traceback
+import zlib
 from collections.abc import Awaitable, Callable
 from functools import partial
 from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, quote, unquote
 
 import orjson
 
 from hamlet.artifacts import HamletError
 from hamlet.serving import protocol
-from hamlet.serving.engine import Engine, Item, Refused, Session
-from hamlet.serving.model import NAME, RNG_RANGE, Model, pack
+from hamlet.serving.engine import DEADLINE_SECONDS, Done, Engine, Session
+from hamlet.serving.errors import HTTPError
+from hamlet.serving.model import RNG_RANGE, Model, pack
 from hamlet.serving.openapi import document
-from hamlet.serving.protocol import Ask
+from hamlet.serving.protocol import InferRequest
+from hamlet.serving.words import action_in_words
 
 MAX_BODY = 1 << 20  # bytes; a full batch of observations and states is a quarter of it
 MAX_IGNORED = 1 << 23  # bytes of too large a body that are still read, so that 413 can be heard
 LISTEN_SECONDS = 1.0  # between the pieces of such a body
 READ_SECONDS = 10.0  # in which a body must have come
-DEADLINE_SECONDS = 10.0  # in which a request's turn must come, where it does not say
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Reply = tuple[int, bytes, list[tuple[bytes, bytes]]]
 
+ACT_FIELDS = ("session", "observation", "start", "seed", "end", "id")
 JSON = (b"content-type", b"application/json")
 BINARY = (b"content-type", b"application/octet-stream")
 TEXT = (b"content-type", b"text/plain; version=0.0.4")
+
+
+_TRACE = re.compile(rb"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
 
 
 class Gone(Exception):
@@ -52,6 +59,7 @@ class App:
         log: takes (event, facts) of what a person should see.
         token: what clients must send as `Authorization: Bearer ...`; None: nothing.
         begin, end: awaited before the first request and after the last one.
+        origins: web pages that may ask, "*" for all.
     """
 
     def __init__(
@@ -61,23 +69,28 @@ class App:
         token: str | None = None,
         begin: Callable[[], Awaitable[None]] | None = None,
         end: Callable[[], Awaitable[None]] | None = None,
+        origins: tuple[str, ...] = (),
     ) -> None:
         self.engine, self.log, self.begin, self.end = engine, log, begin, end
         self.metrics = engine.metrics
         self.draining = False
-        self._authorization = f"Bearer {token}".encode() if token else None
+        self._token = token.encode() if token else None
+        self.origins = tuple(origin.encode() for origin in origins)
         self._reading: dict[asyncio.Task[Any], float] = {}
         self.parser = protocol.Parser()
+        name = engine.name
+        self.infer_path = f"/v2/models/{quote(name)}/infer".encode()
         self._routes: dict[tuple[str, ...], dict[str, Callable[..., Awaitable[Reply]]]] = {
             ("v2", "health", "live"): {"GET": self._live},
             ("v2", "health", "ready"): {"GET": self._ready},
             ("v2",): {"GET": self._server},
-            ("v2", "models", NAME): {"GET": self._model},
-            ("v2", "models", NAME, "ready"): {"GET": self._model_ready},
-            ("v2", "models", NAME, "infer"): {"POST": self._infer},
-            ("v2", "models", NAME, "versions", "*"): {"GET": self._model},
-            ("v2", "models", NAME, "versions", "*", "ready"): {"GET": self._model_ready},
-            ("v2", "models", NAME, "versions", "*", "infer"): {"POST": self._infer},
+            ("v2", "models", name): {"GET": self._model},
+            ("v2", "models", name, "ready"): {"GET": self._model_ready},
+            ("v2", "models", name, "infer"): {"POST": self._infer},
+            ("v2", "models", name, "versions", "*"): {"GET": self._model},
+            ("v2", "models", name, "versions", "*", "ready"): {"GET": self._model_ready},
+            ("v2", "models", name, "versions", "*", "infer"): {"POST": self._infer},
+            ("v2", "repository", "index"): {"POST": self._index, "GET": self._index},
             ("v2", "sessions", "*"): {"DELETE": self._delete},
             ("act",): {"POST": self._act},
             ("metrics",): {"GET": self._metrics},
@@ -92,14 +105,17 @@ class App:
             return
         began = time.monotonic()
         try:
-            status, body, headers = await self._reply(scope, receive)
+            status, body, headers = self._preflight(scope) or await self._reply(scope, receive)
         except Gone:
             return
         except Exception as error:
             status, body, headers = failed(error, self.log)
         self.metrics.responses[status] += 1
         self.metrics.seconds["request"].observe(time.monotonic() - began)
-        headers.append((b"content-length", b"%d" % len(body)))
+        headers = [*headers, *self.cors(scope["headers"])]
+        if status not in (204, 304):
+            headers.append((b"content-length", b"%d" % len(body)))
+        self.trace(scope["headers"], scope["path"], status, began)
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send(
             {"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body}
@@ -107,12 +123,12 @@ class App:
 
     async def _reply(self, scope: Scope, receive: Receive) -> Reply:
         path = scope["path"]
-        parts = tuple(path.strip("/").split("/"))
+        parts = tuple(unquote(part) for part in scope["raw_path"].decode().strip("/").split("/"))
         route = next((route for route in self._routes if _fits(route, parts)), None)
         if parts[:2] != ("v2", "health"):
             self.authorize(scope["headers"])
         if route is None:
-            raise Refused(404, f"there is nothing at {path[:100]}: see /openapi.json")
+            raise HTTPError(404, f"there is nothing at {path[:100]}: see /openapi.json")
         methods, method = self._routes[route], scope["method"]
         if method == "HEAD" and "GET" in methods:
             method = "GET"
@@ -123,19 +139,68 @@ class App:
         return await methods[method](scope, receive, *wild)
 
     def authorize(self, headers: list[tuple[bytes, bytes]]) -> None:
-        """Refused with 401 without the token, where one is asked for."""
-        if self._authorization is None:
+        """HTTPError with 401 without the token, where one is asked for."""
+        if self._token is None:
             return
         for name, value in headers:
-            if name == b"authorization" and hmac.compare_digest(value, self._authorization):
+            if name == b"authorization":
+                scheme, _, given = value.partition(b" ")
+                right = hmac.compare_digest(given.strip(), self._token)
+                if scheme.lower() == b"bearer" and right:
+                    return
+        raise HTTPError(401, "the bearer token is missing or wrong")
+
+    def cors(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        """What a browser must read in the answer to a page of another origin that may ask."""
+        if not self.origins:
+            return []
+        origin = next((value for name, value in headers if name == b"origin"), None)
+        if origin is None or (b"*" not in self.origins and origin not in self.origins):
+            return []
+        return [
+            (b"access-control-allow-origin", origin),
+            (b"access-control-expose-headers", b"inference-header-content-length, retry-after"),
+            (b"vary", b"origin"),
+        ]
+
+    def _preflight(self, scope: Scope) -> Reply | None:
+        """The answer to a browser that asks whether a page may ask; None if it is no such."""
+        asked = dict(scope["headers"])
+        if scope["method"] != "OPTIONS" or b"access-control-request-method" not in asked:
+            return None
+        headers = self.cors(scope["headers"])
+        if headers:
+            wanted = asked.get(b"access-control-request-headers", b"")
+            headers += [
+                (b"access-control-allow-methods", b"GET, POST, PUT, DELETE"),
+                (b"access-control-allow-headers", wanted),
+                (b"access-control-max-age", b"600"),
+            ]
+        return 204, b"", headers
+
+    def trace(
+        self, headers: list[tuple[bytes, bytes]], path: str, status: int, began: float
+    ) -> None:
+        """A line of the log for a request that is being traced (W3C Trace Context, sampled)."""
+        for name, value in headers:
+            if name == b"traceparent":
+                found = _TRACE.fullmatch(value)
+                if found and int(found[3], 16) & 1:
+                    self.log(
+                        "request",
+                        trace=found[1].decode(),
+                        parent=found[2].decode(),
+                        path=path,
+                        status=status,
+                        seconds=round(time.monotonic() - began, 6),
+                    )
                 return
-        raise Refused(401, "the bearer token is missing or wrong")
 
     # -- reading
 
     async def _body(self, scope: Scope, receive: Receive) -> tuple[bytes, bytes | None]:
         """The body and the header Inference-Header-Content-Length."""
-        header_length, expects = None, False
+        header_length, expects, encoding = None, False, b"identity"
         declared = 0
         for name, value in scope["headers"]:
             if name == b"content-length":
@@ -144,10 +209,12 @@ class App:
                 expects = True
             elif name == b"inference-header-content-length":
                 header_length = value
-            elif name == b"content-encoding" and value.lower() != b"identity":
-                raise Refused(415, "Content-Encoding is not supported: send the body as it is")
+            elif name == b"content-encoding":
+                encoding = value.strip().lower()
+                if encoding not in (b"identity", b"gzip", b"deflate"):
+                    raise HTTPError(415, "Content-Encoding may be gzip, deflate or identity")
         if declared > (MAX_BODY if expects else MAX_IGNORED):
-            raise Refused(413, f"the body has {declared} bytes, at most {MAX_BODY} do")
+            raise HTTPError(413, f"the body has {declared} bytes, at most {MAX_BODY} do")
         task = asyncio.current_task()
         assert task is not None
         self._reading[task] = time.monotonic() + READ_SECONDS
@@ -172,7 +239,9 @@ class App:
         finally:
             del self._reading[task]
         if size > MAX_BODY:
-            raise Refused(413, f"the body has more than the {MAX_BODY} bytes that are read")
+            raise HTTPError(413, f"the body has more than the {MAX_BODY} bytes that are read")
+        if encoding != b"identity":
+            body = unpacked(body)
         return body, header_length
 
     def sweep(self) -> None:
@@ -208,64 +277,69 @@ class App:
             None: `done` will be called with the reply. Without a sequence: the reply to await.
 
         Raises:
-            Refused, HamletError: it was not queued.
+            HTTPError, HamletError: it was not queued.
         """
-        ask, model = self.parser.parse(body, header_length, partial(self._model_for, version))
-        if ask.sequence is None:
-            return self._once(ask, model)
-        outputs = ask.outputs
+        request, model = self.parser.parse(body, header_length, partial(self._model_for, version))
+        if request.sequence is None:
+            return self._once(request, model)
+        outputs = request.outputs
 
-        def acted(action: int, more: Any) -> None:
-            if action < 0:
+        def acted(action: Any, more: Any) -> None:
+            if action is None:
                 done(*failed(more, self.log))
             elif more is None:
-                done(*_inferred(model, ask, action))
+                done(*_inferred(model, request, action))
             else:
-                wanted = outputs or [(n, ask.binary) for n in protocol.outputs_of(model, True)]
-                results = [(n, protocol.from_decision(more, n), b) for n, b in wanted]
-                done(*_inferred(model, ask, results))
+                wanted = outputs or [(n, request.binary) for n in protocol.outputs_of(model, True)]
+                results = [(n, protocol.from_decision(model, more, n), b) for n, b in wanted]
+                done(*_inferred(model, request, results))
 
-        self._submit(ask, acted, outputs is None or any(name != "action" for name, _ in outputs))
+        more = outputs is None or any(name != model.action for name, _ in outputs)
+        self.submit(request, acted, more)
         return None
 
-    def _submit(self, ask: Ask, done: Callable[[int, Any], None], thoughts: bool) -> Session:
-        """Queue a tick of a session, begun or found."""
-        engine = self.engine
-        assert ask.sequence is not None
-        session = engine.open(ask.sequence, ask.seed) if ask.start else engine.get(ask.sequence)
-        seconds = ask.timeout or DEADLINE_SECONDS
-        try:
-            engine.submit(Item(session, ask.record, seconds, ask.end, thoughts, done))
-        except Refused:
-            if ask.start:
-                engine.close(session, "refused")
-            raise
-        return session
+    def submit(self, request: InferRequest, done: Done, thoughts: bool) -> Session:
+        """Queue a tick of a request's session, begun or found; `done` as `PendingTick` says."""
+        assert request.sequence is not None
+        return self.engine.tick(
+            request.sequence,
+            request.record,
+            done,
+            start=request.start,
+            end=request.end,
+            seed=request.seed,
+            seconds=request.timeout or DEADLINE_SECONDS,
+            thoughts=thoughts,
+            request=request.id,
+        )
 
-    async def _once(self, ask: Ask, model: Model) -> Reply:
-        outputs = ask.outputs or [(n, ask.binary) for n in protocol.outputs_of(model, False)]
+    async def _once(self, request: InferRequest, model: Model) -> Reply:
+        usual = protocol.outputs_of(model, False)
+        outputs = request.outputs or [(name, request.binary) for name in usual]
         names = [name for name, _ in outputs]
         try:
-            values = await self.engine.once(model, ask.feeds, names)
-        except Refused:
+            values = await self.engine.once(model, request.feeds, names, request.rows)
+        except HTTPError:
             raise
         except Exception:  # an index in the given state that points nowhere
             raise HamletError(
                 "the state that was given is none of this agent's", "give what it returned"
             ) from None
         results = [(n, x, b) for (n, b), x in zip(outputs, values, strict=True)]
-        return _inferred(model, ask, results)
+        return _inferred(model, request, results)
 
-    def _model_for(self, version: str | None, ask: Ask) -> Model:
+    def _model_for(self, version: str | None, request: InferRequest) -> Model:
         """The version that serves a request: its session's, else the one named, else current."""
-        if ask.sequence is None or ask.start:
+        if request.sequence is None or request.start:
             model = self._version(version)
-            if ask.start and model is not self.engine.current:
-                raise Refused(409, f"version {version} takes no new sessions")
+            if request.start and model is not self.engine.current:
+                raise HTTPError(409, f"version {version} takes no new sessions")
             return model
-        session = self.engine.get(ask.sequence)
+        session = self.engine.get(request.sequence)
         if version not in (None, session.model.version):
-            raise Refused(409, f"sequence_id '{session.id}' is on version {session.model.version}")
+            raise HTTPError(
+                409, f"sequence_id '{session.id}' is on version {session.model.version}"
+            )
         return session.model
 
     def _version(self, version: str | None) -> Model:
@@ -274,7 +348,7 @@ class App:
             return current
         model = self.engine.models.get(version)
         if model is None:
-            raise Refused(404, f"version {version[:60]} is not loaded: {current.version} is")
+            raise HTTPError(404, f"version {version[:60]} is not loaded: {current.version} is")
         return model
 
     # -- for people
@@ -286,35 +360,36 @@ class App:
             raise HamletError("query parameter 'thoughts' is neither 0 nor 1")
         header, _ = protocol.header_of(body, None)
         for name in header:
-            if name not in ("session", "observation", "seed", "end"):
-                raise HamletError(
-                    f"'{name[:40]}' is unknown", "known: session, observation, seed, end"
-                )
-        ask = Ask()
-        ask.start = "session" not in header
-        given = secrets.token_urlsafe(16) if ask.start else header["session"]
-        ask.sequence = protocol.sequence_name(given)
-        ask.seed = protocol.whole(header, "seed", 0, RNG_RANGE - 1)
-        ask.end = protocol.flag(header, "end")
-        if ask.seed is not None and not ask.start:
-            raise HamletError("'seed' belongs to a new session", "leave out 'session' or 'seed'")
+            if name not in ACT_FIELDS:
+                raise HamletError(f"'{name[:40]}' is unknown", f"known: {', '.join(ACT_FIELDS)}")
+        request = InferRequest()
+        given = header.get("session")
+        request.start = given is None or protocol.flag(header, "start")
+        request.sequence = protocol.sequence_name(given or secrets.token_urlsafe(16))
+        request.seed = protocol.whole(header, "seed", 0, RNG_RANGE - 1)
+        request.end = protocol.flag(header, "end")
+        request.id = header.get("id")
+        if not isinstance(request.id, str | None):
+            raise HamletError("'id' is not a string")
+        if request.seed is not None and not request.start:
+            raise HamletError("'seed' belongs to a new session", "give 'start' or leave it out")
         observation = header.get("observation")
         if not isinstance(observation, dict):
             raise HamletError("'observation' is missing or not an object")
-        model = self._model_for(None, ask)
-        ask.record = pack(model.fields, observation)
-        tick: asyncio.Future[tuple[int, Any]] = asyncio.get_running_loop().create_future()
-        session = self._submit(
-            ask, lambda *got: None if tick.done() else tick.set_result(got), thoughts == "1"
+        model = self._model_for(None, request)
+        request.record = pack(model.fields, observation)
+        tick: asyncio.Future[tuple[Any, Any]] = asyncio.get_running_loop().create_future()
+        session = self.submit(
+            request, lambda *got: None if tick.done() else tick.set_result(got), thoughts == "1"
         )
         action, decision = await tick
-        if action < 0:
+        if action is None:
             raise decision
-        town = model.agent.card["town"]
+        shaped = protocol.shaped(model, model.action, action)
         said = {
             "session": session.id,
             "tick": session.ticks,
-            "action": town["action_names"][action],
+            "action": action_in_words(model.signature.names, shaped[0]),
             "version": model.version,
         }
         if decision is not None:
@@ -337,12 +412,12 @@ class App:
     def _must_be_ready(self) -> None:
         self.engine.ready()
         if self.draining:
-            raise Refused(503, "the server is going away", retry=1)
+            raise HTTPError(503, "the server is going away", retry=1)
 
     async def _model_ready(self, scope: Scope, receive: Receive, version: str = "") -> Reply:
         self._must_be_ready()
         model = self._version(version or None)
-        said = {"name": NAME, "version": model.version, "ready": True}
+        said = {"name": model.name, "version": model.version, "ready": True}
         return 200, orjson.dumps(said), [JSON]
 
     async def _server(self, scope: Scope, receive: Receive) -> Reply:
@@ -358,6 +433,14 @@ class App:
         said = protocol.metadata(model)
         if not version:
             said["versions"] = list(self.engine.models)
+        return 200, orjson.dumps(said), [JSON]
+
+    async def _index(self, scope: Scope, receive: Receive) -> Reply:
+        await self._body(scope, receive)  # {"ready": true} asks for what is loaded: all of it is
+        said = [
+            {"name": self.engine.name, "version": version, "state": "READY", "reason": ""}
+            for version in self.engine.models
+        ]
         return 200, orjson.dumps(said), [JSON]
 
     async def _metrics(self, scope: Scope, receive: Receive) -> Reply:
@@ -385,8 +468,8 @@ class App:
         await send({"type": "lifespan.shutdown.complete"})
 
 
-def _inferred(model: Model, ask: Ask, results: protocol.Results) -> Reply:
-    body, header_length = protocol.answer(model, ask, results)
+def _inferred(model: Model, request: InferRequest, results: protocol.Results) -> Reply:
+    body, header_length = protocol.answer(model, request, results)
     if header_length is None:
         return 200, body, [JSON]
     return 200, body, [BINARY, (b"inference-header-content-length", b"%d" % header_length)]
@@ -398,13 +481,31 @@ def _fits(route: tuple[str, ...], parts: tuple[str, ...]) -> bool:
     )
 
 
-def too_slow() -> Refused:
-    return Refused(408, f"the body did not come within {READ_SECONDS:g} s")
+def unpacked(body: bytes) -> bytes:
+    """A body that was sent as gzip or deflate; never more than `MAX_BODY`.
+
+    Raises:
+        HTTPError: 413 it is larger. HamletError: it is neither.
+    """
+    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)  # either, by its first bytes
+    try:
+        plain = unpacker.decompress(body, MAX_BODY + 1)
+    except zlib.error as error:
+        raise HamletError(f"the body is not what its Content-Encoding says ({error})") from None
+    if len(plain) > MAX_BODY:
+        raise HTTPError(413, f"the body unpacks to more than the {MAX_BODY} bytes that are read")
+    if not unpacker.eof:
+        raise HamletError("the packed body is cut short")
+    return plain
+
+
+def too_slow() -> HTTPError:
+    return HTTPError(408, f"the body did not come within {READ_SECONDS:g} s")
 
 
 def failed(error: Exception, log: Callable[..., None]) -> Reply:
     """What a client is told of an error; what no client should cause is logged."""
-    if isinstance(error, Refused):
+    if isinstance(error, HTTPError):
         status, body, headers = _error(error.status, error.message)
         if error.retry is not None:
             headers.append((b"retry-after", b"%d" % error.retry))

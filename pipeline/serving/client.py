@@ -1,7 +1,10 @@
-"""The agent for a program that acts: the same few calls in this process or over HTTP.
+"""A policy for a program that acts: the same few calls in this process or over HTTP.
 
     with Agent("artifacts/agent.onnx") as agent:            # or "http://127.0.0.1:8080"
         action = agent.act(observation)
+
+Over HTTP every request has an id, so that asking again after a connection broke is no tick too
+many, and names its session in the header `Hamlet-Session`, for a proxy to hash on.
 
 An observation is a mapping of the fields to arrays or nested lists, without a batch; `hamlet act
 --example` prints one. The agent remembers what it saw until `reset`.
@@ -16,12 +19,12 @@ import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import numpy as np
 
 from hamlet.artifacts import HamletError
-from hamlet.serving.model import NAME, RNG_RANGE, Model, pack
+from hamlet.serving.model import RNG_RANGE, Model, pack
 
 Observation = Mapping[str, Any]
 
@@ -30,7 +33,7 @@ class Agent:
     """One life of an agent.
 
     Args:
-        where: an ONNX file with its card, `models:/NAME@ALIAS`, or the URL of a server.
+        where: an ONNX file, `models:/NAME@ALIAS`, or the URL of a server.
         seed: of the agent's random numbers, in [0, 2^31 - 2); default: drawn.
         token: for a server that asks for one; default: HAMLET_TOKEN.
 
@@ -57,8 +60,8 @@ class Agent:
             raise HamletError(f"seed is {seed}", f"0 to {RNG_RANGE - 1}")
         self._mind.reset(seed)
 
-    def act(self, observation: Observation) -> int:
-        """The action for what is seen now, as its number."""
+    def act(self, observation: Observation) -> Any:
+        """The action for what is seen now: a number, or an array where it is several."""
         return self._mind.act(observation)
 
     def think(self, observation: Observation) -> dict[str, Any]:
@@ -92,7 +95,7 @@ class _Here:
         assert slot is not None
         self.slots = [slot]
 
-    def act(self, observation: Observation) -> int:
+    def act(self, observation: Observation) -> Any:
         model = self.model
         if not self.slots:
             raise HamletError("this agent is closed", "call reset()")
@@ -102,7 +105,7 @@ class _Here:
         model.recall(self.slots)
         model.run(1)
         model.store(self.slots)
-        return int(model.outputs["action"][0])
+        return _action(model.outputs[model.action][0])
 
     def think(self, observation: Observation) -> dict[str, Any]:
         self.act(observation)
@@ -127,64 +130,98 @@ class _There:
         self.url, self.base = url, parts.path.rstrip("/")
         self.connection = kind(parts.hostname or "", parts.port, timeout=30)
         self.headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self.infer = f"/v2/models/{NAME}/infer"
-        self.fields = fields_of(json.loads(self._ask("GET", f"/v2/models/{NAME}")))
         self.id: str | None = None
+        self.begun = False
+        self.asked = 0
         self.seed = 0
+        served = json.loads(self._ask("POST", "/v2/repository/index", b"{}"))
+        if not served:
+            raise HamletError(f"{url} serves nothing yet", "try again when it is ready")
+        model = f"/v2/models/{quote(served[0]['name'])}"
+        described = json.loads(self._ask("GET", model))
+        self.infer = f"{model}/infer"
+        self.fields = fields_of(described)
+        self.action = described["outputs"][0]["name"]
 
     def reset(self, seed: int) -> None:
         self.close()
-        self.seed = seed
+        self.seed, self.id = seed, secrets.token_urlsafe(16)
 
-    def act(self, observation: Observation) -> int:
+    def act(self, observation: Observation) -> Any:
         record = pack(self.fields, observation)
-        start = self.id is None
-        id_ = self.id or secrets.token_urlsafe(16)
-        parameters = {"sequence_id": id_, "sequence_start": start}
+        parameters: dict[str, Any] = {"sequence_id": self._session()}
+        if not self.begun:
+            parameters |= {"sequence_start": True, "seed": self.seed}
         header = json.dumps(
             {
-                "parameters": {**parameters, "seed": self.seed} if start else parameters,
+                "id": self._request(),
+                "parameters": parameters,
                 "inputs": [
                     {
                         "name": f.name,
                         "datatype": f.datatype,
-                        "shape": [1, *f.shape],
+                        "shape": f.sent(1),
                         "parameters": {"binary_data_size": f.nbytes},
                     }
                     for f in self.fields
                 ],
-                "outputs": [{"name": "action"}],
+                "outputs": [{"name": self.action}],
             }
         ).encode()
         length = {"Inference-Header-Content-Length": str(len(header))}
-        answer = json.loads(self._ask("POST", self.infer, header + record, length))
-        self.id = id_
-        return answer["outputs"][0]["data"][0]
+        output = json.loads(self._ask("POST", self.infer, header + record, length))["outputs"][0]
+        self.begun = True
+        shape = output["shape"]
+        return _action(np.array(output["data"]).reshape(shape[1:] if shape[:1] == [1] else shape))
 
     def think(self, observation: Observation) -> dict[str, Any]:
         plain = {name: np.asarray(value).tolist() for name, value in observation.items()}
-        asked: dict[str, Any] = {"observation": plain}
-        asked |= {"seed": self.seed} if self.id is None else {"session": self.id}
-        body = json.dumps(asked).encode()
-        answer = json.loads(self._ask("POST", "/act?thoughts=1", body))
-        self.id = answer["session"]
+        asked = {"observation": plain, "session": self._session(), "id": self._request()}
+        asked |= {} if self.begun else {"start": True, "seed": self.seed}
+        answer = json.loads(self._ask("POST", "/act?thoughts=1", json.dumps(asked).encode()))
+        self.begun = True
         return answer["thoughts"]
 
     def close(self) -> None:
-        if self.id is not None:
-            id_, self.id = self.id, None
-            self._ask("DELETE", f"/v2/sessions/{id_}")
+        begun, self.begun = self.begun, False
+        if begun:
+            self._ask("DELETE", f"/v2/sessions/{self.id}")
+        self.id = None
+
+    def _session(self) -> str:
+        if self.id is None:
+            raise HamletError("this agent is closed", "call reset()")
+        return self.id
+
+    def _request(self) -> str:
+        self.asked += 1
+        return str(self.asked)
 
     def _ask(
         self, method: str, path: str, body: bytes | None = None, more: Mapping[str, str] = {}
     ) -> bytes:
-        try:
-            self.connection.request(method, self.base + path, body, {**self.headers, **more})
-            response = self.connection.getresponse()
-            answer = response.read()
-        except (OSError, http.client.HTTPException) as error:
-            self.connection.close()  # the next call connects anew
-            raise HamletError(f"{self.url} does not answer ({error})", "is it running?") from None
+        headers = {**self.headers, **more}
+        if self.id is not None:
+            headers["Hamlet-Session"] = self.id
+        # A connection that was kept may have died since the last call, which shows only when it is
+        # used: then once more on a new one.
+        again = self.connection.sock is not None
+        while True:
+            try:
+                self.connection.request(method, self.base + path, body, headers)
+                response = self.connection.getresponse()
+                answer = response.read()
+                break
+            except (OSError, http.client.HTTPException) as error:
+                self.connection.close()  # the next call connects anew
+                if again and not isinstance(error, TimeoutError):
+                    again = False
+                    continue
+                raise HamletError(
+                    f"{self.url} does not answer ({error})", "is it running?"
+                ) from None
+        if response.status == 404 and method == "DELETE":
+            return b""  # it ended by itself
         if response.status >= 400:
             try:
                 reason = json.loads(answer)["error"]
@@ -192,3 +229,8 @@ class _There:
                 reason = f"it answered {response.status}"
             raise HamletError(f"{self.url}: {reason}")
         return answer
+
+
+def _action(value: np.ndarray) -> Any:
+    """One number as such, several as an array of their own."""
+    return value.reshape(()).item() if value.size == 1 else np.array(value)

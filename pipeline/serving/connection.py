@@ -1,6 +1,6 @@
 """The short way for the one request that comes thousands of times a second.
 
-A connection of uvicorn as it is, except that `POST /v2/models/hamlet-agent/infer` goes from the
+A connection of uvicorn as it is, except that `POST /v2/models/NAME/infer` goes from the
 HTTP parser to the engine, and its answer to the socket, without a task and ASGI messages between
 them: that is a third of the work of a request. Everything else, pipelined requests behind an
 unanswered one too, takes uvicorn's way to the ASGI application.
@@ -14,12 +14,12 @@ from collections.abc import Awaitable
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from hamlet.serving.app import MAX_BODY, READ_SECONDS, App, Reply, failed, too_slow
-from hamlet.serving.model import NAME
 
-INFER = f"/v2/models/{NAME}/infer".encode()
+_OFFERS = (b"upgrade", b"http2-settings")  # of another protocol
 _OK = STATUS_LINE[HTTPStatus.OK]
 
 
@@ -27,12 +27,14 @@ class _Short:
     """A request on the short way; to uvicorn, a cycle like its own."""
 
     __slots__ = (
-        "began", "body", "disconnected", "header_length", "keep_alive", "message_event",
+        "began", "body", "disconnected", "header_length", "headers", "keep_alive", "message_event",
         "reading", "response_complete",
     )  # fmt: skip
 
-    def __init__(self, keep_alive: bool, header_length: bytes | None) -> None:
-        self.keep_alive, self.header_length = keep_alive, header_length
+    def __init__(
+        self, keep_alive: bool, header_length: bytes | None, headers: list[tuple[bytes, bytes]]
+    ) -> None:
+        self.keep_alive, self.header_length, self.headers = keep_alive, header_length, headers
         self.body = b""
         self.began = time.monotonic()
         self.reading = True
@@ -60,6 +62,43 @@ class Connection(HttpToolsProtocol):
 
     idle_since: float | None = None
 
+    upgrade_ignored = False
+
+    def data_received(self, data: bytes) -> None:
+        """Feed the parser. It ends a message at the headers where one offers another protocol
+        (`Upgrade: h2c`, as curl and Java do): unless that is a WebSocket, the offer is declined as
+        HTTP/1.1 allows, and the request is parsed again without it, with its body."""
+        self._unset_keepalive_if_required()
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as error:
+                if not self.upgrade_ignored:
+                    self.handle_websocket_upgrade()
+                    return
+                if self.parser.get_method() == b"CONNECT":
+                    self.send_400_response("This is no proxy.")
+                    return
+                data = self._without_upgrade() + data[error.args[0] :]
+            except httptools.HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
+                return
+
+    def _without_upgrade(self) -> bytes:
+        """The head of the present request as if it had offered nothing, for a new parser."""
+        version = self.parser.get_http_version().encode()
+        lines = [self.parser.get_method(), b" ", self.url, b" HTTP/", version, b"\r\n"]
+        for name, value in self.headers:
+            if name == b"connection":
+                options = [option.strip() for option in value.split(b",")]
+                value = b", ".join(o for o in options if o.lower() not in _OFFERS)
+            if name not in _OFFERS:
+                lines += [name, b": ", value, b"\r\n"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.upgrade_ignored = False
+        return b"".join([*lines, b"\r\n"])
+
     def _unset_keepalive_if_required(self) -> None:
         self.idle_since = None
 
@@ -79,7 +118,12 @@ class Connection(HttpToolsProtocol):
         self.headers = []
 
     def on_headers_complete(self) -> None:
-        if self.url == INFER and (self.cycle is None or self.cycle.response_complete):
+        if self.parser.should_upgrade() and not self._should_upgrade():
+            self.upgrade_ignored = True
+            return
+        if self.url == self.config.app.infer_path and (
+            self.cycle is None or self.cycle.response_complete
+        ):
             short = self._short()
             if short is not None:
                 self.cycle = short  # type: ignore[assignment]
@@ -104,9 +148,11 @@ class Connection(HttpToolsProtocol):
             elif name in (b"transfer-encoding", b"content-encoding", b"upgrade"):
                 return None
         keep_alive = self.parser.get_http_version() == "1.1" and self.parser.should_keep_alive()
-        return _Short(keep_alive, header_length)
+        return _Short(keep_alive, header_length, self.headers)
 
     def on_body(self, body: bytes) -> None:
+        if self.upgrade_ignored:
+            return
         cycle: Any = self.cycle
         if type(cycle) is _Short:
             cycle.body = cycle.body + body if cycle.body else body
@@ -114,6 +160,8 @@ class Connection(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.upgrade_ignored:
+            return
         cycle: Any = self.cycle
         if type(cycle) is not _Short:
             super().on_message_complete()
@@ -153,6 +201,9 @@ class Connection(HttpToolsProtocol):
     ) -> None:
         app.metrics.responses[status] += 1
         app.metrics.seconds["request"].observe(time.monotonic() - cycle.began)
+        if app.origins:
+            headers = [*headers, *app.cors(cycle.headers)]
+        app.trace(cycle.headers, app.infer_path.decode(), status, cycle.began)
         if cycle.disconnected:
             return
         lines = [_OK if status == 200 else STATUS_LINE[status]]

@@ -19,69 +19,27 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from math import isinf
 from threading import Lock
 
 import numpy as np
 
 from hamlet.artifacts import HamletError
-from hamlet.serving.agent import Decision, OnnxAgent
+from hamlet.serving.agent import OnnxAgent
+from hamlet.serving.errors import HTTPError
 from hamlet.serving.metrics import Metrics
-from hamlet.serving.model import RNG_RANGE, Model
+from hamlet.serving.model import NAME, RNG_RANGE, Model
+from hamlet.serving.repeats import Repeats
+from hamlet.serving.session import Action, Done, PendingTick, Session
 
 MAX_BATCH = 32  # rows; more are not much cheaper each, and all wait for the last
 MAX_DEEP = 9  # rows that deliberate, in a batch with others; twice as many among themselves
 MAX_QUEUE = 2048  # requests waiting, of all sessions together
 MAX_QUEUE_OF_ONE = 16  # requests of one session waiting for one another
+MAX_ENDED = 10_000  # lives that ended and whose last requests can still be asked for again
+MAX_RETRY = 3600.0  # seconds at most after which a client is told to try again
+DEADLINE_SECONDS = 10.0  # in which a request's turn must come, where it does not say
 INLINE_ROWS = 2  # so few rows, one after another, run faster than a thread is woken
-
-
-class Refused(Exception):
-    """A request that is answered with an HTTP status of its own and one line.
-
-    `retry` is the number of seconds after which trying again makes sense, where it does.
-    """
-
-    def __init__(self, status: int, message: str, retry: int | None = None) -> None:
-        self.status, self.message, self.retry = status, message, retry
-        super().__init__(message)
-
-
-class Session:
-    """One life on the server."""
-
-    __slots__ = ("busy", "closed", "id", "model", "slot", "ticks", "used", "waiting")
-
-    def __init__(self, id_: str, model: Model, slot: int) -> None:
-        self.id, self.model, self.slot = id_, model, slot
-        self.ticks = 0
-        self.used = 0.0
-        self.busy = False  # it has a request in the queue or in the batch that runs
-        self.closed = False
-        self.waiting: deque[Item] = deque()
-
-
-class Item:
-    """A request for one tick of a session.
-
-    `done` is called once, with the action and, if thoughts were asked for, the `Decision`; or with
-    -1 and the error, a Refused or a HamletError (a bad observation).
-    """
-
-    __slots__ = ("arrived", "deadline", "done", "end", "record", "session", "thoughts")
-
-    def __init__(
-        self,
-        session: Session,
-        record: bytes,
-        seconds: float,
-        end: bool,
-        thoughts: bool,
-        done: Callable[[int, Decision | Exception | None], None],
-    ) -> None:
-        self.session, self.record, self.end, self.thoughts = session, record, end, thoughts
-        self.arrived = time.monotonic()
-        self.deadline = self.arrived + seconds
-        self.done = done
 
 
 class Engine:
@@ -90,18 +48,23 @@ class Engine:
     Args:
         metrics: where it counts.
         max_sessions: of all versions together.
-        session_ttl: seconds after which an idle session ends.
+        session_ttl: seconds after which an idle session ends; inf: never.
+        name: of the model, as clients call it.
 
     Attributes:
         current: the version that new sessions begin with; None before the first is loaded.
     """
 
-    def __init__(self, metrics: Metrics, max_sessions: int, session_ttl: float) -> None:
+    def __init__(
+        self, metrics: Metrics, max_sessions: int, session_ttl: float, name: str = NAME
+    ) -> None:
         self.metrics, self.max_sessions, self.session_ttl = metrics, max_sessions, session_ttl
+        self.name = name
         self.current: Model | None = None
         self.models: dict[str, Model] = {}
         self.sessions: OrderedDict[str, Session] = OrderedDict()  # least recently used first
-        self._ready: dict[str, deque[Item]] = {}
+        self.ended: OrderedDict[str, Repeats] = OrderedDict()  # of lives that ended, for a while
+        self._ready: dict[str, deque[PendingTick]] = {}
         self._queued = 0
         self._running = False
         self._scheduled = False
@@ -118,13 +81,13 @@ class Engine:
         Raises:
             HamletError: its graph cannot run here.
         """
-        sha = agent.card["sha256"]
+        sha = agent.sha
         for model in list(self.models.values()):
-            if model.agent.card["sha256"] == sha:  # the same agent twice is one version
+            if model.agent.sha == sha:  # the same agent twice is one version
                 return model
         if version in self.models:  # a registry that numbers anew
             version = f"{version}-{sha[:8]}"
-        model = Model(agent, version, self.max_sessions, MAX_BATCH)
+        model = Model(agent, version, self.max_sessions, MAX_BATCH, self.name)
         warm_up(model)
         return model
 
@@ -146,6 +109,56 @@ class Engine:
 
     # -- sessions
 
+    def tick(
+        self,
+        sequence: str,
+        record: bytes,
+        done: Done,
+        *,
+        start: bool = False,
+        end: bool = False,
+        seed: int | None = None,
+        seconds: float = DEADLINE_SECONDS,
+        thoughts: bool = False,
+        request: str | None = None,
+    ) -> Session:
+        """Queue one tick of a session, begun or found; every way into the server ends here.
+
+        Args:
+            sequence: the session's name. record: its observation, of the right length.
+            done: as `PendingTick` says; called at once if the request was answered before.
+            start: begin a life; one of the same name that lives ends after what waits for it.
+            seed: of a new life, see `open`. seconds: in which its turn must come.
+            request: the request's id: the same one with the same observation within a life is
+                answered again, not ticked again. None or "": every request is a tick.
+
+        Raises:
+            HTTPError: 404 no such session, 429 too many sessions or requests, 503 no version.
+            HamletError: the observation of a new life of a name that lives is out of range.
+        """
+        session = self.sessions.get(sequence)
+        key = Repeats.key(request, record, start, end, thoughts) if request else None
+        if key is not None:
+            repeats = session.repeats if session else self.ended.get(sequence)
+            if repeats is not None and repeats.answered(key, done):
+                self.metrics.repeated += 1
+                return session or Session(sequence, self.ready(), -1)
+        if start:
+            if session is not None:
+                self._room(None)
+                self.ready().check(record)
+                self._replace(session)
+            session = self.open(sequence, seed)
+        elif session is None:
+            session = self.get(sequence)
+        try:
+            self.submit(PendingTick(session, record, seconds, end, thoughts, done, key))
+        except HTTPError:
+            if start:
+                self.close(session, "refused")
+            raise
+        return session
+
     def open(self, id_: str, seed: int | None = None) -> Session:
         """Begin a session with the current version.
 
@@ -153,42 +166,53 @@ class Engine:
             seed: its random numbers; default: from its name, so that equal names live equal lives.
 
         Raises:
-            Refused: 409 it is open, 429 there are too many, 503 no version is loaded yet.
+            HTTPError: 409 it is open, 429 there are too many, 503 no version is loaded yet.
         """
         model = self.ready()
         if id_ in self.sessions:
-            raise Refused(
-                409,
-                f"sequence_id '{id_}' is open already: end it first, with sequence_end or DELETE "
-                "/v2/sessions/ID",
-            )
+            raise HTTPError(409, f"session '{id_}' is open already")
         slot = None
         if len(self.sessions) < self.max_sessions:
             rng = rng_of(id_) if seed is None else seed % RNG_RANGE
             slot = model.open(rng)
         if slot is None:
-            oldest = next(iter(self.sessions.values()), None)
-            idle = time.monotonic() - oldest.used if oldest else 0.0
-            raise Refused(
-                429,
-                f"{self.max_sessions} sessions are open: end one, or wait until one has been idle "
-                f"for {self.session_ttl:g} s",
-                retry=max(1, round(self.session_ttl - idle)),
-            )
+            raise self._too_many()
+        self.ended.pop(id_, None)
         session = self.sessions[id_] = Session(id_, model, slot)
         session.used = time.monotonic()
         self.metrics.sessions_opened += 1
         return session
 
+    def _too_many(self) -> HTTPError:
+        oldest = next(iter(self.sessions.values()), None)
+        idle = time.monotonic() - oldest.used if oldest else 0.0
+        wait = "" if isinf(self.session_ttl) else (
+            f", or wait until one has been idle for {self.session_ttl:g} s"
+        )  # fmt: skip
+        return HTTPError(
+            429,
+            f"{self.max_sessions} sessions are open: end one{wait}",
+            retry=round(min(max(1.0, self.session_ttl - idle), MAX_RETRY)),
+        )
+
+    def _replace(self, session: Session) -> None:
+        """Give a session's name free; it ends when everything that waits for it is answered."""
+        if not session.busy:
+            self.close(session, "restarted")
+            return
+        session.leaving = True
+        del self.sessions[session.id]
+        self.metrics.sessions_closed["restarted"] += 1
+
     def get(self, id_: str) -> Session:
         """An open session.
 
         Raises:
-            Refused: 404 there is none of this name.
+            HTTPError: 404 there is none of this name.
         """
         session = self.sessions.get(id_)
         if session is None:
-            raise Refused(
+            raise HTTPError(
                 404,
                 f"sequence_id '{id_}' is not open here: it ended, timed out or never began; begin "
                 "it with sequence_start",
@@ -196,9 +220,9 @@ class Engine:
         return session
 
     def ready(self) -> Model:
-        """The current version; Refused with 503 before there is one."""
+        """The current version; HTTPError with 503 before there is one."""
         if self.current is None:
-            raise Refused(503, "no agent is loaded yet", retry=5)
+            raise HTTPError(503, "no version is loaded yet", retry=5)
         return self.current
 
     def close(self, session: Session, reason: str) -> None:
@@ -206,10 +230,16 @@ class Engine:
         if session.closed:
             return
         session.closed = True
-        del self.sessions[session.id]
-        self.metrics.sessions_closed[reason] += 1
+        if not session.leaving:
+            del self.sessions[session.id]
+            self.metrics.sessions_closed[reason] += 1
+            if session.repeats.kept:
+                self.ended[session.id] = session.repeats
+                if len(self.ended) > MAX_ENDED:
+                    self.ended.popitem(last=False)
         while session.waiting:
-            session.waiting.popleft().done(-1, Refused(404, f"session '{session.id}' ended"))
+            ended = HTTPError(404, f"session '{session.id}' ended")
+            self._fail(session.waiting.popleft(), ended)
             self._queued -= 1
         if not session.busy:
             self._free(session)
@@ -231,19 +261,19 @@ class Engine:
 
     # -- requests
 
-    def submit(self, item: Item) -> None:
+    def submit(self, item: PendingTick) -> None:
         """Queue a request.
 
         Raises:
-            Refused: 429 the queue is full.
+            HTTPError: 429 the queue is full.
         """
         session = item.session
-        if self._queued >= MAX_QUEUE or len(session.waiting) >= MAX_QUEUE_OF_ONE:
-            self.metrics.pushed_back += 1
-            raise Refused(429, "too many requests are waiting: try again later", retry=1)
+        self._room(session)
         self._queued += 1
         session.used = item.arrived
         self.sessions.move_to_end(session.id)
+        if item.key is not None:
+            session.repeats.begun(item.key)
         if session.busy:
             session.waiting.append(item)
         else:
@@ -251,21 +281,36 @@ class Engine:
             self._ready[session.model.version].append(item)
             self._schedule()
 
-    async def once(
-        self, model: Model, feeds: Mapping[str, np.ndarray], names: list[str]
-    ) -> list[np.ndarray]:
-        """A tick whose state the client keeps: one run of its own."""
-        if self._queued >= MAX_QUEUE:
+    def _room(self, session: Session | None) -> None:
+        """HTTPError with 429 where no request more may wait."""
+        full = session is not None and len(session.waiting) >= MAX_QUEUE_OF_ONE
+        if full or self._queued >= MAX_QUEUE:
             self.metrics.pushed_back += 1
-            raise Refused(429, "too many requests are waiting: try again later", retry=1)
+            raise HTTPError(429, "too many requests are waiting: try again later", retry=1)
+
+    async def once(
+        self, model: Model, feeds: Mapping[str, np.ndarray], names: list[str], rows: int = 1
+    ) -> list[np.ndarray]:
+        """A tick whose state the client keeps: one run of its own, in the graph's layout."""
+        self._room(None)
         self._queued += 1
+        arrived = time.monotonic()
+        began = ended = 0.0
+
+        def run() -> list[np.ndarray]:
+            nonlocal began, ended
+            began = time.monotonic()
+            values: list[np.ndarray] = model.agent.session.run(names, dict(feeds))
+            ended = time.monotonic()
+            return values
+
         try:
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(
-                self._other_thread, model.agent.session.run, names, dict(feeds)
-            )
+            values = await loop.run_in_executor(self._other_thread, run)
         finally:
             self._queued -= 1
+        self.metrics.batch(rows, ended - began, [began - arrived])
+        return values
 
     @property
     def queued(self) -> int:
@@ -285,18 +330,18 @@ class Engine:
             return
         queue = min(ready, key=lambda q: q[0].arrived)
         model = queue[0].session.model
-        batch: list[Item] = []
-        later: list[Item] = []
+        batch: list[PendingTick] = []
+        later: list[PendingTick] = []
         deep = 0
         now = time.monotonic()
-        while queue and len(batch) < MAX_BATCH and len(later) < MAX_BATCH:
+        while queue and len(batch) < model.max_batch and len(later) < MAX_BATCH:
             item = queue.popleft()
             if item.session.closed:
-                self._leave(item, Refused(404, f"session '{item.session.id}' ended"))
+                self._leave(item, HTTPError(404, f"session '{item.session.id}' ended"))
             elif item.deadline < now:
                 self.metrics.late += 1
                 waited = f"no turn within the timeout of {item.deadline - item.arrived:g} s"
-                self._leave(item, Refused(429, waited, retry=1))
+                self._leave(item, HTTPError(429, waited, retry=1))
             elif not model.deliberates(item.session.slot):
                 batch.append(item)
             elif deep < MAX_DEEP:
@@ -335,7 +380,7 @@ class Engine:
         with self._handed:
             pass
 
-    def _load(self, model: Model, batch: list[Item]) -> list[Item]:
+    def _load(self, model: Model, batch: list[PendingTick]) -> list[PendingTick]:
         """Fill the input buffers; requests with a bad observation are refused and left out."""
         wrong = model.load([item.record for item in batch])
         if wrong:
@@ -349,7 +394,7 @@ class Engine:
         return batch
 
     def _finish(
-        self, model: Model, batch: list[Item], began: float, error: Exception | None
+        self, model: Model, batch: list[PendingTick], began: float, error: Exception | None
     ) -> None:
         now = time.monotonic()
         self._running = False
@@ -360,30 +405,37 @@ class Engine:
             self._schedule()
             return
         model.store([item.session.slot for item in batch])
-        actions = model.outputs["action"][: len(batch)].tolist()
+        chosen = model.outputs[model.action]
+        actions: list[Action] = (
+            chosen[: len(batch)].ravel().tolist()
+            if model.one_number
+            else [chosen[row : row + 1].copy() for row in range(len(batch))]
+        )
         more = [model.decision(row) if item.thoughts else None for row, item in enumerate(batch)]
         if sum(map(len, self._ready.values())) >= MAX_BATCH // 2:
             self._dispatch()  # the next batch runs while the answers of this one are written
         for item, action, decision in zip(batch, actions, more, strict=True):
             item.session.ticks += 1
             item.done(action, decision)
+            if item.key is not None:
+                item.session.repeats.ended(item.key, action, decision)
             self._next(item)
         self.metrics.batch(len(batch), now - began, [began - item.arrived for item in batch])
         if any(self._ready.values()):  # few: with whoever is there by now, but not yet read
             asyncio.get_running_loop().call_soon(self._schedule)
 
-    def _leave(self, item: Item, error: Exception) -> None:
+    def _leave(self, item: PendingTick, error: Exception) -> None:
         """A request that will not run; a session whose first request it was never began."""
-        item.done(-1, error)
+        self._fail(item, error)
         if not item.session.ticks and not item.session.waiting:
             self.close(item.session, "refused")
         self._next(item)
 
-    def _next(self, item: Item) -> None:
+    def _next(self, item: PendingTick) -> None:
         """Whatever comes after a request: the session's next one, or its end."""
         session = item.session
         self._queued -= 1
-        if item.end:
+        if item.end or (session.leaving and not session.waiting):
             self.close(session, "ended")
         if session.waiting:
             self._ready[session.model.version].append(session.waiting.popleft())
@@ -391,6 +443,11 @@ class Engine:
             session.busy = False
             if session.closed:
                 self._free(session)
+
+    def _fail(self, item: PendingTick, error: Exception) -> None:
+        item.done(None, error)
+        if item.key is not None:
+            item.session.repeats.failed(item.key, error)
 
     async def drain(self) -> None:
         """Wait until nothing is queued or running."""
@@ -424,12 +481,14 @@ def warm_up(model: Model) -> None:
     """
     example = np.zeros(model.record_bytes, np.uint8).tobytes()
     model.load([example])
-    model._mask[:] = True
-    model.inputs["state_clock"][:] = np.arange(model.max_batch)
+    if model.signature.mask:
+        model.inputs[model.signature.mask][:] = True
+    if model.signature.clock:
+        model.inputs[model.signature.clock][:] = np.arange(model.max_batch)
     for n in (1, model.max_batch):
         error = _attempt(model.run, n)
         if error is not None:
             raise HamletError(
-                f"the agent {model.version} cannot run ({str(error).splitlines()[0][:200]})"
+                f"version {model.version} cannot run ({str(error).splitlines()[0][:200]})"
             )
     model.look_at_deliberation()

@@ -43,6 +43,7 @@ class Metrics:
         self.sessions_opened = 0
         self.sessions_closed: Counter[str] = Counter()
         self.pushed_back = 0
+        self.repeated = 0
         self.late = 0
         self.failed_runs = 0
 
@@ -92,6 +93,10 @@ class Metrics:
         lines += counted(
             "hamlet_pushed_back_total", "Requests refused because the queue was full.", counter,
             {"": self.pushed_back},
+        )  # fmt: skip
+        lines += counted(
+            "hamlet_repeated_total", "Requests answered again by their id.", counter,
+            {"": self.repeated},
         )  # fmt: skip
         lines += counted(
             "hamlet_late_total", "Requests whose deadline passed.", counter, {"": self.late}

@@ -1,8 +1,11 @@
-"""One version of the agent with the memory of everyone it acts for.
+"""One version of a policy with the memory of everyone it acts for.
 
 The state of every session lies in preallocated arrays (the slab), one row each; a batch gathers the
 rows of its sessions into fixed buffers, ONNX Runtime reads and writes those buffers, and the new
 state goes back to its rows. Nothing is allocated for a request but its own few bytes.
+
+All arrays here have their rows first. Where the graph has its batch elsewhere ([layers, B, H]), a
+run copies to and from buffers of the graph's layout.
 
 A *record* is one observation as bytes: its fields in the order of `Model.fields`, little endian,
 without gaps. It is what a binary request carries and what JSON is packed into.
@@ -21,35 +24,14 @@ from typing import Any
 import numpy as np
 
 from hamlet.artifacts import HamletError
-from hamlet.serving.agent import NEXT, STATE, Decision, OnnxAgent
+from hamlet.serving.agent import Decision, OnnxAgent
+from hamlet.serving.signature import DATATYPES, Field
 
+__all__ = ["DATATYPES", "NAME", "RNG_RANGE", "Field", "Model", "pack"]
 assert sys.byteorder == "little", "records are little endian"
 
-NAME = "hamlet-agent"  # as clients call the model
-# Open Inference Protocol names of numpy's dtypes.
-DATATYPES = {"uint8": "UINT8", "bool": "BOOL", "int64": "INT64", "float32": "FP32"}
+NAME = "hamlet-agent"  # as clients call our own agent
 RNG_RANGE = 2**31 - 2  # of the agent's random numbers, see AgentState.rng
-
-
-@dataclass(frozen=True)
-class Field:
-    """One observation field of one session: where it stands in a record and what it may hold."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    """Without the batch."""
-    datatype: str
-    size: int
-    """Numbers."""
-    nbytes: int
-    low: float
-    high: float
-
-    def expected(self) -> str:
-        """What the field must be, for an error."""
-        shape = ", ".join(map(str, (1, *self.shape)))
-        return f"expected {self.datatype} [{shape}]"
 
 
 @dataclass(frozen=True)
@@ -62,37 +44,49 @@ class _Group:
     low: np.ndarray
     high: np.ndarray
 
+    def wrong_rows(self, values: np.ndarray) -> dict[int, HamletError]:
+        """What is out of range in rows of this group, by row."""
+        if ((values >= self.low) & (values <= self.high)).all():  # NaN is neither
+            return {}
+        wrong: dict[int, HamletError] = {}
+        start = 0
+        for field in self.fields:
+            part = values[:, start : start + field.size]
+            start += field.size
+            fine = ((part >= field.low) & (part <= field.high)).all(axis=1)
+            for row in np.flatnonzero(~fine).tolist():
+                wrong.setdefault(row, _out_of_range(field, part[row]))
+        return wrong
+
 
 class Model:
-    """An agent, the slab of its sessions and the buffers of its batches.
+    """A policy, the slab of its sessions and the buffers of its batches.
 
     Args:
         agent: the opened file.
-        version: its name, as told to clients.
+        version: its name, as told to clients; name: the model's.
         capacity: sessions at most. Memory is taken when a row is first used.
-        max_batch: rows at most in one run.
+        max_batch: rows at most in one run; 1 for a graph that takes one life at a time.
+
+    Raises:
+        HamletError: so many sessions do not fit into this machine's memory.
 
     Not thread-safe: `load`, `run` and `store` of one batch come after one another; `run` alone may
     happen in another thread.
     """
 
-    def __init__(self, agent: OnnxAgent, version: str, capacity: int, max_batch: int) -> None:
-        self.agent, self.version, self.capacity, self.max_batch = (
-            agent,
-            version,
-            capacity,
-            max_batch,
-        )
-        limits = agent.card["limits"]
-        self.states = [name for name in agent.inputs if name.startswith(STATE)]
-        self.following = {NEXT + name.removeprefix(STATE): name for name in self.states}
+    def __init__(
+        self, agent: OnnxAgent, version: str, capacity: int, max_batch: int, name: str = NAME
+    ) -> None:
+        self.agent, self.version, self.capacity, self.name = agent, version, capacity, name
+        signature = self.signature = agent.signature
+        self.max_batch = max_batch = max_batch if signature.batched else 1
+        self.states = list(signature.states)
+        self.following = {output: state for state, output in signature.states.items()}
         """Outputs that are the new state, and the state they are."""
-        self.thoughts = [n for n in agent.outputs if n != "action" and n not in self.following]
-        fields = [
-            _field(entry, limits.get(name))
-            for name, entry in agent.inputs.items()
-            if name not in self.states
-        ]
+        self.action = signature.action
+        self.thoughts = [n for n in agent.outputs if n != self.action and n not in self.following]
+        fields = [signature.inputs[n] for n in signature.observation]
         # Wide numbers first, so that every group is aligned within a record.
         dtypes = sorted({f.dtype for f in fields}, key=lambda d: (-np.dtype(d).itemsize, d))
         self.fields = [f for dtype in dtypes for f in fields if f.dtype == dtype]
@@ -103,38 +97,58 @@ class Model:
             dtype: [f.name for f in self.fields if f.dtype == dtype] for dtype in dtypes
         }
         """A record again, by its dtypes."""
-        self.plain = {f.name: (f.datatype, [1, *f.shape], f.size) for f in self.fields}
+        self.plain = {f.name: (f.datatype, f.sent(1), f.size) for f in self.fields}
         """Datatype, shape and length of what is sent for each field as flat JSON."""
-        states = [_field(agent.inputs[name], None) for name in self.states]
-        self.described = {f.name: f for f in [*fields, *states]}
+        self.described = signature.inputs
         """Every input of the graph."""
         self.record_bytes = sum(f.nbytes for f in self.fields)
-
-        self.slab = {name: _zeros(agent.inputs[name], capacity) for name in self.states}
-        self.inputs = {name: _zeros(entry, max_batch) for name, entry in agent.inputs.items()}
-        outputs = {entry["name"]: entry for entry in agent.card["schema"]["outputs"]}
-        self.outputs = {name: _zeros(entry, max_batch) for name, entry in outputs.items()}
-        # The commonest answers but for the action itself.
-        head = f'{{"model_name":"{NAME}","model_version":{json.dumps(version)},"outputs":['
-        head += '{"name":"action","datatype":"INT64","shape":[1],'
-        self.binary_answer = f'{head}"parameters":{{"binary_data_size":8}}}}]}}'.encode()
-        self.json_answer = head.replace("%", "%%").encode() + b'"data":[%d]}]}'
+        try:
+            self.slab = {n: _zeros(signature.inputs[n], capacity) for n in self.states}
+        except (MemoryError, ValueError):
+            size = sum(signature.inputs[n].nbytes for n in self.states)
+            raise HamletError(
+                f"{capacity} sessions of {size} bytes each do not fit into memory",
+                "give a smaller --max-sessions",
+            ) from None
+        self.inputs = {n: _zeros(f, max_batch) for n, f in signature.inputs.items()}
+        self.outputs = {n: _zeros(f, max_batch) for n, f in signature.outputs.items()}
+        """All rows first, [max_batch, ...]."""
+        self._moved = {
+            n: np.zeros(f.sent(max_batch), f.dtype)
+            for n, f in (signature.inputs | signature.outputs).items()
+            if f.axis and prod(f.shape[: f.axis]) > 1
+        }
+        """Buffers of the graph's layout, where that is not rows first."""
+        self._shared = [n for n, f in signature.outputs.items() if f.axis is None]
+        """Outputs without a batch: the same for all rows."""
+        action = signature.outputs[self.action]
+        self.one_number = action.dtype == "int64" and action.size == 1 and action.axis == 0
+        """Whether an action is one integer, which has a shorter way."""
+        self._short_answers(action)
         self._groups = [
             _group([f for f in fields if f.dtype == dtype], max_batch) for dtype in dtypes
         ]
         self._record = np.dtype(
             [
                 (dtype, g.values.dtype, (g.values.shape[1],))
-                for dtype, g in zip(dtypes, self._groups)
+                for dtype, g in zip(dtypes, self._groups, strict=True)
             ]
         )
         self._flat = {
             f.name: self.inputs[f.name].view(_raw(f.dtype)).reshape(max_batch, -1) for f in fields
         }
-        self._mask = self.inputs["action_mask"]
+        self._mask = self.inputs[signature.mask] if signature.mask else None
         self._bindings: dict[int, Any] = {}
         self._period = 1
         self._free = list(range(capacity - 1, -1, -1))
+
+    def _short_answers(self, action: Field) -> None:
+        """The commonest answers but for the action itself."""
+        head = f'{{"model_name":{json.dumps(self.name)},"model_version":{json.dumps(self.version)},'
+        head += f'"outputs":[{{"name":{json.dumps(self.action)},"datatype":"INT64",'
+        head += f'"shape":{json.dumps(action.sent(1))},'
+        self.binary_answer = f'{head}"parameters":{{"binary_data_size":8}}}}]}}'.encode()
+        self.json_answer = head.replace("%", "%%").encode() + b'"data":[%d]}]}'
 
     # -- sessions
 
@@ -149,8 +163,9 @@ class Model:
             return None
         slot = self._free.pop()
         for name in self.states:
-            self.slab[name][slot] = 0
-        self.slab["state_rng"][slot] = rng
+            self.slab[name][slot] = self.signature.initial.get(name, 0)
+        if self.signature.rng:
+            self.slab[self.signature.rng][slot] = rng
         return slot
 
     def close(self, slot: int) -> None:
@@ -159,31 +174,50 @@ class Model:
 
     def deliberates(self, slot: int) -> bool:
         """Whether the next tick of a row is one of the few at which the agent deliberates."""
-        return self._period > 1 and not self.slab["state_clock"][slot] % self._period
+        clock = self.signature.clock
+        return self._period > 1 and not self.slab[clock][slot] % self._period
 
     # -- one batch
 
     def load(self, records: Sequence[bytes]) -> dict[int, HamletError]:
         """Put records (1 to `max_batch`) into the input buffers; returns what is wrong, by row."""
         n = len(records)
-        rows = np.frombuffer(records[0] if n == 1 else b"".join(records), self._record)
         wrong: dict[int, HamletError] = {}
+        if not self.record_bytes:
+            return wrong
+        rows = np.frombuffer(records[0] if n == 1 else b"".join(records), self._record)
         for group in self._groups:
             values = group.values[:n]
             np.copyto(values, rows[group.fields[0].dtype])
-            if not ((values >= group.low) & (values <= group.high)).all():  # NaN is neither
-                _what_is_wrong(group, values, wrong)
+            wrong = {**group.wrong_rows(values), **wrong}
             start = 0
             for field in group.fields:
                 self._flat[field.name][:n] = values[:, start : start + field.size]
                 start += field.size
-        allowed = self._mask[:n].any(axis=1)
-        if not allowed.all():
+        if self._mask is not None:
+            allowed = self._mask[:n].reshape(n, -1).any(axis=1)
             for row in np.flatnonzero(~allowed).tolist():
-                wrong.setdefault(
-                    row, HamletError("field 'action_mask' forbids every action", "WAIT is legal")
-                )
+                wrong.setdefault(row, self._no_action())
         return wrong
+
+    def check(self, record: bytes) -> None:
+        """What `load` says of one record, without the buffers: also while a batch runs.
+
+        Raises:
+            HamletError: a number is out of range.
+        """
+        row = np.frombuffer(record, self._record)
+        for group in self._groups:
+            for error in group.wrong_rows(row[group.fields[0].dtype]).values():
+                raise error
+        at = 0
+        for field in self.fields:
+            if field.name == self.signature.mask and not any(record[at : at + field.nbytes]):
+                raise self._no_action()
+            at += field.nbytes
+
+    def _no_action(self) -> HamletError:
+        return HamletError(f"field '{self.signature.mask}' forbids every action", "allow one")
 
     def recall(self, slots: Sequence[int]) -> None:
         """Put the state of these rows of the slab into the input buffers."""
@@ -201,10 +235,27 @@ class Model:
         binding = self._bindings.get(n)
         if binding is None:
             binding = self._bindings[n] = self._bind(n)
+        for name in self._moved:
+            if name in self.inputs:
+                self._in_layout(name, n)[:] = self.inputs[name][:n]
         self.agent.session.run_with_iobinding(binding)
+        for name in self._moved:
+            if name in self.outputs:
+                self.outputs[name][:n] = self._in_layout(name, n)
+        for name in self._shared:
+            self.outputs[name][1:n] = self.outputs[name][0]
+
+    def _in_layout(self, name: str, n: int) -> np.ndarray:
+        """A view, rows first, of the first `n` rows of a buffer in the graph's layout."""
+        field = self.signature.inputs.get(name) or self.signature.outputs[name]
+        flat = self._moved[name].reshape(-1)[: n * field.size]
+        return field.rows_first(flat.reshape(field.sent(n)))
 
     def look_at_deliberation(self) -> None:
-        """Learn every how many ticks the agent deliberates, from a run with clocks 0, 1, 2, ..."""
+        """Learn every how many ticks the agent deliberates, from a run with clocks 0, 1, 2, ...;
+        one that has no clock never does."""
+        if self.signature.clock is None:
+            return
         confident = self.outputs["imagination_confidence"].max(axis=1) > 0
         period = int(confident[1:].argmax()) + 1
         if confident.any() and np.array_equal(confident, np.arange(len(confident)) % period == 0):
@@ -220,35 +271,37 @@ class Model:
 
     def _bind(self, n: int) -> Any:
         binding = self.agent.session.io_binding()
-        for name, array in self.inputs.items():
-            shape = (n, *array.shape[1:])
-            binding.bind_input(name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
-        for name, array in self.outputs.items():
-            shape = (n, *array.shape[1:])
-            binding.bind_output(name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
+        for bind, fields, arrays in (
+            (binding.bind_input, self.signature.inputs, self.inputs),
+            (binding.bind_output, self.signature.outputs, self.outputs),
+        ):
+            for name, field in fields.items():
+                array = self._moved.get(name, arrays[name])
+                shape = tuple(field.sent(n))
+                bind(name, "cpu", 0, array.dtype.type, shape, array.ctypes.data)
         return binding
 
     # -- one observation
 
     def checked(self, field: Field, raw: Any, rows: int) -> np.ndarray:
-        """Bytes of any input of the graph as an array [rows, ...].
+        """Bytes of any input of the graph as an array in the graph's layout.
 
         Raises:
             HamletError: a number out of range.
         """
-        values = np.frombuffer(raw, _raw(field.dtype)).reshape(rows, *field.shape)
+        values = np.frombuffer(raw, _raw(field.dtype)).reshape(field.sent(rows))
         if not ((values >= field.low) & (values <= field.high)).all():
             raise _out_of_range(field, values)
         return values.astype(bool) if field.dtype == "bool" else values
 
     def decision(self, row: int) -> Decision:
-        """Row `row` of the last run, as copies with a batch of one."""
+        """Row `row` of the last run, as copies with their one row first."""
         at = slice(row, row + 1)
         state = {
             name: self.outputs[following][at].copy() for following, name in self.following.items()
         }
         thoughts = {name: self.outputs[name][at].copy() for name in self.thoughts}
-        return Decision(self.outputs["action"][at].copy(), state, thoughts)
+        return Decision(self.outputs[self.action][at].copy(), state, thoughts)
 
 
 def pack(fields: Sequence[Field], observation: Mapping[str, Any]) -> bytes:
@@ -281,30 +334,13 @@ def pack(fields: Sequence[Field], observation: Mapping[str, Any]) -> bytes:
 def _cast(field: Field, value: np.ndarray) -> bytes:
     with np.errstate(all="ignore"):
         exact = value.astype(field.dtype)
-        rounded = field.dtype == "float32" and value.dtype.kind in "fiu"
+        rounded = field.dtype[:5] == "float" and value.dtype.kind in "fiu"
         if not rounded and not np.array_equal(exact, value):
             raise HamletError(
                 f"field '{field.name}' holds values that are not {field.datatype}",
                 _without_batch(field),
             )
     return exact.tobytes()
-
-
-def _field(entry: Mapping[str, Any], limit: Sequence[float] | None) -> Field:
-    name, dtype, shape = entry["name"], entry["dtype"], tuple(entry["shape"][1:])
-    if dtype not in DATATYPES:
-        raise HamletError(f"input '{name}' of the agent is {dtype}, which is not served")
-    size = prod(shape)
-    if limit:
-        low, high = limit
-    elif dtype == "float32":
-        high = float(np.finfo(dtype).max)
-        low = -high
-    else:
-        info = np.iinfo(_raw(dtype))
-        low, high = (0, 1) if dtype == "bool" else (info.min, info.max)
-    nbytes = size * np.dtype(dtype).itemsize
-    return Field(name, dtype, shape, DATATYPES[dtype], size, nbytes, low, high)
 
 
 def _group(fields: list[Field], max_batch: int) -> _Group:
@@ -322,18 +358,8 @@ def _raw(dtype: str) -> str:
     return "uint8" if dtype == "bool" else dtype  # a byte that is neither 0 nor 1 must be seen
 
 
-def _zeros(entry: Mapping[str, Any], rows: int) -> np.ndarray:
-    return np.zeros((rows, *entry["shape"][1:]), entry["dtype"])
-
-
-def _what_is_wrong(group: _Group, values: np.ndarray, wrong: dict[int, HamletError]) -> None:
-    start = 0
-    for field in group.fields:
-        part = values[:, start : start + field.size]
-        start += field.size
-        fine = ((part >= field.low) & (part <= field.high)).all(axis=1)
-        for row in np.flatnonzero(~fine).tolist():
-            wrong.setdefault(row, _out_of_range(field, part[row]))
+def _zeros(field: Field, rows: int) -> np.ndarray:
+    return np.zeros((rows, *field.shape), field.dtype)
 
 
 def _out_of_range(field: Field, values: np.ndarray) -> HamletError:
@@ -344,12 +370,12 @@ def _out_of_range(field: Field, values: np.ndarray) -> HamletError:
 
 
 def _array(field: Field, value: Any) -> np.ndarray:
-    """Nested lists as an array; JSON does not tell 1 from 1.0, but true from 1."""
+    """Nested lists as an array; JSON does not tell 1 from 1.0, and some write true as 1."""
     leaves = np.array(value, dtype=object)
     types = {type(x.item() if isinstance(x, np.generic) else x) for x in leaves.ravel()}
-    if types <= ({bool} if field.dtype == "bool" else {int, float}):
+    if types <= ({bool, int, float} if field.dtype == "bool" else {int, float}):
         with suppress(OverflowError):
-            return leaves.astype(bool if field.dtype == "bool" else np.float64)
+            return leaves.astype(np.int64 if types == {int} else np.float64)
     raise HamletError(
         f"field '{field.name}' is not an array of {field.datatype}", _without_batch(field)
     )

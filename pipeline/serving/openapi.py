@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import quote
 
-from hamlet.serving.model import NAME, RNG_RANGE, Field, Model
-from hamlet.serving.protocol import MAX_NUMBER, MAX_TIMEOUT, NAME_PATTERN, outputs_of
+from hamlet.serving.model import RNG_RANGE, Field, Model
+from hamlet.serving.protocol import MAX_NUMBER, MAX_TIMEOUT, NAME_PATTERN
 
 Schema = dict[str, Any]
 
@@ -56,22 +57,23 @@ def document(model: Model) -> Schema:
         "name": "version", "in": "path", "required": True,
         "schema": {"type": "string", "enum": [model.version]},
     }  # fmt: skip
+    name = quote(model.name)
     paths: Schema = {
         "/v2/health/live": {"get": _get("The process answers", "live")},
         "/v2/health/ready": {"get": _get("An agent is loaded", "ready", "503")},
         "/v2": {"get": _get("About the server", "name")},
-        f"/v2/models/{NAME}": {"get": _get("About the agent", "inputs", "503")},
-        f"/v2/models/{NAME}/ready": {"get": _get("Whether it serves", "ready", "503")},
-        f"/v2/models/{NAME}/infer": {"post": infer},
-        f"/v2/models/{NAME}/versions/{{version}}": {
+        f"/v2/models/{name}": {"get": _get("About the agent", "inputs", "503")},
+        f"/v2/models/{name}/ready": {"get": _get("Whether it serves", "ready", "503")},
+        f"/v2/models/{name}/infer": {"post": infer},
+        f"/v2/models/{name}/versions/{{version}}": {
             "parameters": [version],
             "get": _get("About one version", "inputs", "404", "503"),
         },
-        f"/v2/models/{NAME}/versions/{{version}}/ready": {
+        f"/v2/models/{name}/versions/{{version}}/ready": {
             "parameters": [version],
             "get": _get("Whether a version serves", "ready", "404", "503"),
         },
-        f"/v2/models/{NAME}/versions/{{version}}/infer": {"parameters": [version], "post": infer},
+        f"/v2/models/{name}/versions/{{version}}/infer": {"parameters": [version], "post": infer},
         "/v2/sessions/{id}": {
             "parameters": [
                 {
@@ -136,6 +138,7 @@ def _responses(good: Schema, *errors: str) -> Schema:
 
 
 def _schemas(model: Model) -> Schema:
+    names = model.signature.names
     tensor = {
         "type": "object",
         "required": ["name", "datatype", "shape"],
@@ -156,7 +159,7 @@ def _schemas(model: Model) -> Schema:
             "type": "object",
             "required": ["model_name", "model_version", "outputs"],
             "properties": {
-                "model_name": {"const": NAME},
+                "model_name": {"const": model.name},
                 "model_version": {"type": "string"},
                 "id": {"type": "string"},
                 "outputs": {"type": "array", "items": tensor},
@@ -168,7 +171,7 @@ def _schemas(model: Model) -> Schema:
             "properties": {
                 "session": {"type": "string"},
                 "tick": {"type": "integer", "minimum": 1},
-                "action": {"enum": model.agent.card["town"]["action_names"]},
+                "action": {"enum": names} if names else {},
                 "version": {"type": "string"},
                 "thoughts": {"type": "object"},
             },
@@ -177,8 +180,8 @@ def _schemas(model: Model) -> Schema:
 
 
 def _request(model: Model) -> Schema:
-    fields = [model.described[name] for name in model.agent.inputs if name in model.by_name]
-    one = [_tensor(field) for field in fields]
+    fields = [model.described[name] for name in model.signature.observation]
+    one = [_tensor(field, model.signature.mask) for field in fields]
     return {
         "type": "object",
         "required": ["inputs"],
@@ -228,44 +231,48 @@ def _request(model: Model) -> Schema:
                 "items": {
                     "type": "object",
                     "required": ["name"],
-                    "properties": {"name": {"enum": outputs_of(model, True)}},
+                    "properties": {"name": {"enum": model.agent.outputs}},
                 },
             },
         },
     }
 
 
-def _tensor(field: Field) -> Schema:
+def _tensor(field: Field, mask: str | None) -> Schema:
     return {
         "type": "object",
         "required": ["name", "datatype", "shape", "data"],
         "properties": {
             "name": {"const": field.name},
             "datatype": {"const": field.datatype},
-            "shape": {"const": [1, *field.shape]},
-            "data": _flat(field, field.size),
+            "shape": {"const": field.sent(1)},
+            "data": _flat(field, field.size, mask),
         },
     }
 
 
-def _flat(field: Field, size: int) -> Schema:
+def _flat(field: Field, size: int, mask: str | None) -> Schema:
     if field.dtype == "bool":
-        item: Schema = {"type": "boolean"}
+        item: Schema = {"anyOf": [{"type": "boolean"}, {"enum": [0, 1]}]}
     else:
-        whole = field.dtype != "float32"
+        whole = field.dtype[:5] != "float"
         low, high = (int(x) if whole else x for x in (field.low, field.high))
         item = {"type": "integer" if whole else "number", "minimum": low, "maximum": high}
     schema: Schema = {"type": "array", "items": item, "minItems": size, "maxItems": size}
-    if field.name == "action_mask":  # at least one action is legal
-        schema["contains"] = {"const": True}
+    if field.name == mask:  # at least one action is legal
+        schema["contains"] = {"enum": [True, 1]}
     return schema
 
 
 def _act(model: Model) -> Schema:
-    fields = [model.described[name] for name in model.agent.inputs if name in model.by_name]
+    fields = [model.described[name] for name in model.signature.observation]
+
+    mask = model.signature.mask
 
     def nested(field: Field) -> Schema:
-        schema = _flat(field, field.shape[-1])
+        if not field.shape:
+            return _flat(field, 1, mask)["items"]
+        schema = _flat(field, field.shape[-1], mask)
         for size in reversed(field.shape[:-1]):
             schema = {"type": "array", "items": schema, "minItems": size, "maxItems": size}
         return schema
@@ -273,7 +280,7 @@ def _act(model: Model) -> Schema:
     return {
         "type": "object",
         "required": ["observation"],
-        "not": {"required": ["session", "seed"]},
+        "not": {"required": ["session", "seed"], "properties": {"start": {"enum": [False, 0]}}},
         "additionalProperties": False,
         "properties": {
             "session": {
@@ -289,7 +296,9 @@ def _act(model: Model) -> Schema:
                 "minimum": 0,
                 "maximum": RNG_RANGE - 1,
             },
+            "start": {"type": "boolean", "description": "Begin the session named."},
             "end": {"type": "boolean", "description": "End the session after this tick."},
+            "id": {"type": "string", "description": "Asked again with it, it is no second tick."},
             "observation": {
                 "type": "object",
                 "required": [f.name for f in fields],

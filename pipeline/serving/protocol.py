@@ -7,10 +7,7 @@ body is a JSON header (of `Inference-Header-Content-Length` bytes) and then the 
 from __future__ import annotations
 
 import re
-from array import array
 from collections.abc import Callable
-from itertools import chain
-from math import inf, prod
 from typing import Any
 
 import numpy as np
@@ -18,17 +15,20 @@ import orjson
 
 from hamlet.artifacts import HamletError
 from hamlet.serving.agent import Decision
-from hamlet.serving.model import DATATYPES, NAME, RNG_RANGE, Field, Model
+from hamlet.serving.model import DATATYPES, RNG_RANGE, Field, Model
+from hamlet.serving.tensors import feeds_of, integer, record_of
 
-Results = int | list[tuple[str, np.ndarray, bool]]
+Results = int | np.ndarray | list[tuple[str, np.ndarray, bool]]
 MAX_KNOWN, MAX_KNOWN_BYTES = 10_000, 4096  # headers remembered, and how long they may be
+_BOM = b"\xef\xbb\xbf"
 MAX_TIMEOUT = 3_600_000_000  # microseconds
 MAX_NUMBER = 2**64 - 1  # as sequence_id
-NAME_PATTERN = "^[A-Za-z0-9_-]{1,128}$"  # of a session: it can stand in a path as it is
+# Of a session: anything that can be printed.
+NAME_PATTERN = "^[^\\x00-\\x1f\\x7f-\\x9f]{1,256}$"
 _is_name = re.compile(NAME_PATTERN.rstrip("$") + r"\Z").match
 
 
-class Ask:
+class InferRequest:
     """One inference request, understood.
 
     Attributes:
@@ -56,9 +56,9 @@ class Ask:
         self.rows = 1
         self.outputs: list[tuple[str, bool]] | None = None
 
-    def copy(self) -> Ask:
+    def copy(self) -> InferRequest:
         """The same request with a record of its own."""
-        new = Ask.__new__(Ask)
+        new = InferRequest.__new__(InferRequest)
         new.id, new.sequence, new.start, new.end = self.id, self.sequence, self.start, self.end
         new.binary, new.timeout, new.seed = self.binary, self.timeout, self.seed
         new.feeds, new.rows, new.outputs = self.feeds, self.rows, self.outputs
@@ -80,8 +80,9 @@ def header_of(body: bytes, header_length: bytes | None) -> tuple[dict[str, Any],
             )
         end = int(header_length)
     view = memoryview(body)
+    start = len(_BOM) if body.startswith(_BOM) else 0  # some writers of JSON begin so
     try:
-        header = orjson.loads(view[:end])
+        header = orjson.loads(view[start:end])
     except orjson.JSONDecodeError as error:
         raise HamletError(f"the body is not valid JSON ({error})") from None
     if not isinstance(header, dict):
@@ -94,11 +95,11 @@ class Parser:
     the same."""
 
     def __init__(self) -> None:
-        self._known: dict[bytes, tuple[Ask, str, list[slice]]] = {}
+        self._known: dict[bytes, tuple[InferRequest, str, list[slice]]] = {}
 
     def parse(
-        self, body: bytes, header_length: bytes | None, models: Callable[[Ask], Model]
-    ) -> tuple[Ask, Model]:
+        self, body: bytes, header_length: bytes | None, models: Callable[[InferRequest], Model]
+    ) -> tuple[InferRequest, Model]:
         """Understand a request.
 
         Args:
@@ -113,41 +114,43 @@ class Parser:
             head = body[: int(header_length)]
             known = self._known.get(head)
             if known is not None:
-                ask, version, cuts = known
-                model = models(ask)
+                request, version, cuts = known
+                model = models(request)
                 if len(body) - len(head) == model.record_bytes and model.version == version:
                     at = len(head)
-                    again = ask.copy()
+                    again = request.copy()
                     again.record = b"".join([body[at + c.start : at + c.stop] for c in cuts])
                     return again, model
         header, binary = header_of(body, header_length)
-        ask, model = understand(header, binary, models)
-        lasting = ask.sequence is not None and not ask.start and not ask.end
-        usual = lasting and len(binary) == model.record_bytes
+        request, model = understand(header, binary, models)
+        lasting = request.sequence is not None and not request.start and not request.end
+        usual = lasting and request.id is None and len(binary) == model.record_bytes
         if head and usual and len(head) <= MAX_KNOWN_BYTES:
             if len(self._known) >= MAX_KNOWN:
                 self._known.clear()
-            self._known[head] = ask, model.version, _cuts(model, header["inputs"])
-        return ask, model
+            self._known[head] = request, model.version, _cuts(model, header["inputs"])
+        return request, model
 
 
 def understand(
-    header: dict[str, Any], binary: memoryview, models: Callable[[Ask], Model]
-) -> tuple[Ask, Model]:
+    header: dict[str, Any], binary: memoryview, models: Callable[[InferRequest], Model]
+) -> tuple[InferRequest, Model]:
     """A request from its JSON header and the binary data behind it; see `Parser.parse`."""
-    ask = Ask()
-    _parameters(ask, header)
-    model = models(ask)
+    request = InferRequest()
+    _parameters(request, header)
+    model = models(request)
     inputs = header.get("inputs")
     if not isinstance(inputs, list):
         raise HamletError("'inputs' is missing or not an array", "it holds the observation")
-    if ask.sequence is None:
-        _arrays(ask, model, inputs, binary)
+    if request.sequence is None:
+        request.feeds, request.rows = feeds_of(model, inputs, binary, request.seed)
     else:
-        ask.record = _plain(model, inputs) or _record(model, inputs, binary)
-    if "outputs" in header:
-        ask.outputs = _outputs(ask, model, header["outputs"])
-    return ask, model
+        request.record = record_of(model, inputs, binary)
+    if header.get("outputs") is not None:
+        request.outputs = _outputs(request, model, header["outputs"])
+    elif request.sequence is not None and not model.thoughts:
+        request.outputs = [(model.action, request.binary)]
+    return request, model
 
 
 def _cuts(model: Model, inputs: list[dict[str, Any]]) -> list[slice]:
@@ -161,280 +164,113 @@ def _cuts(model: Model, inputs: list[dict[str, Any]]) -> list[slice]:
     return cuts
 
 
-def _parameters(ask: Ask, header: dict[str, Any]) -> None:
-    if "id" in header:
-        if not isinstance(header["id"], str):
-            raise HamletError("'id' is not a string")
-        ask.id = header["id"]
-    parameters = header.get("parameters", {})
+def _parameters(request: InferRequest, header: dict[str, Any]) -> None:
+    id_ = header.get("id")
+    if id_ is not None and not isinstance(id_, str):
+        raise HamletError("'id' is not a string")
+    request.id = id_
+    parameters = header.get("parameters")
+    if parameters is None:
+        parameters = {}
     if not isinstance(parameters, dict):
         raise HamletError("'parameters' is not an object")
-    if "sequence_id" in parameters:
-        ask.sequence = sequence_name(parameters["sequence_id"])
-    elif "sequence_start" in parameters or "sequence_end" in parameters:
+    request.start = flag(parameters, "sequence_start")
+    request.end = flag(parameters, "sequence_end")
+    name = parameters.get("sequence_id")
+    if name is not None:
+        request.sequence = sequence_name(name)
+    elif request.start or request.end:
         raise HamletError("parameter 'sequence_id' is missing", "a sequence needs a name")
-    ask.start, ask.end = flag(parameters, "sequence_start"), flag(parameters, "sequence_end")
-    ask.binary = flag(parameters, "binary_data_output")
-    microseconds = whole(parameters, "timeout", 1, MAX_TIMEOUT)
-    ask.timeout = microseconds / 1e6 if microseconds else None
-    ask.seed = whole(parameters, "seed", 0, RNG_RANGE - 1)
+    request.binary = flag(parameters, "binary_data_output")
+    microseconds = whole(parameters, "timeout", 0, MAX_TIMEOUT)
+    request.timeout = microseconds / 1e6 if microseconds else None
+    request.seed = whole(parameters, "seed", 0, RNG_RANGE - 1)
 
 
-def sequence_name(value: Any) -> str:
-    """A session's name from JSON: a positive integer or a string that `NAME_PATTERN` matches."""
-    if type(value) is float and value.is_integer():
-        value = int(value)
-    if type(value) is int and 0 < value <= MAX_NUMBER:
-        return str(value)
+def sequence_name(value: Any) -> str | None:
+    """A session's name from JSON: a positive integer or a string that `NAME_PATTERN` matches;
+    None for 0 and "", which mean no sequence."""
+    number = integer(value)
+    if number == 0 or value == "":
+        return None
+    if number is not None and 0 < number <= MAX_NUMBER:
+        return str(number)
     if type(value) is str and _is_name(value):
         return value
     raise HamletError(
-        f"'{value!s:.40}' cannot be the sequence_id of a session",
-        f"a number from 1 to {MAX_NUMBER}, or {NAME_PATTERN}",
+        f"{value!r:.40} cannot be the sequence_id of a session",
+        f"a number from 1 to {MAX_NUMBER}, or at most 256 characters that can be printed",
     )
 
 
 def whole(parameters: dict[str, Any], name: str, low: int, high: int) -> int | None:
     """An integer parameter; None if it is not given."""
-    if name not in parameters:
+    value = parameters.get(name)
+    if value is None:
         return None
-    value = parameters[name]
-    if type(value) is float and value.is_integer():  # JSON does not tell 1 from 1.0
-        value = int(value)
-    if type(value) is not int or not low <= value <= high:
+    number = integer(value)
+    if number is None or not low <= number <= high:
         raise HamletError(f"'{name}' is not an integer from {low} to {high}")
-    return value
+    return number
 
 
 def flag(parameters: dict[str, Any], name: str) -> bool:
-    value = parameters.get(name, False)
-    if type(value) is not bool:
+    """A parameter that is true or false, also written as 1 or 0; false if it is not given."""
+    value = parameters.get(name)
+    if type(value) not in (bool, int, float, type(None)) or value not in (None, 0, 1):
         raise HamletError(f"'{name}' is not true or false")
-    return value
-
-
-# ------------------------------------------------------------------------------------------------
-# Tensors in
-
-
-def _plain(model: Model, inputs: list[Any]) -> bytes | None:
-    """`_record` of what is sent most, every field once as flat JSON, in half the time.
-
-    None for all else: `_record` understands it, or says what is wrong with it.
-    """
-    data: dict[str, list[Any]] = {}
-    parts = []
-    try:
-        for entry in inputs:
-            name = entry["name"]
-            numbers = data[name] = entry["data"]
-            if (entry["datatype"], entry["shape"], len(numbers)) != model.plain[name]:
-                return None
-        for dtype, names in model.names_by_dtype.items():
-            numbers = [*chain.from_iterable(map(data.__getitem__, names))]
-            types, pack = _PACKERS[dtype]
-            if not types.issuperset(map(type, numbers)):
-                return None
-            parts.append(pack(numbers))
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return None
-    return b"".join(parts) if len(data) == len(inputs) else None
-
-
-def _record(model: Model, inputs: list[Any], binary: memoryview) -> bytes:
-    """The observation of one session, from inputs in any order."""
-    parts: list[Any] = [None] * len(model.fields)
-    by_name, fields = model.by_name, model.fields
-    at = 0
-    for entry in inputs:
-        try:
-            index = by_name[entry["name"]]
-        except (KeyError, TypeError):
-            raise _unknown(entry, by_name) from None
-        field = fields[index]
-        if parts[index] is not None:
-            raise HamletError(f"input '{field.name}' is given twice")
-        shape = entry.get("shape")
-        if (
-            entry.get("datatype") != field.datatype
-            or type(shape) is not list
-            or shape[:1] != [1]
-            or tuple(shape[1:]) != field.shape
-        ):
-            raise _misfit(field, entry)
-        if "data" in entry:
-            parts[index] = _packed(field, entry["data"], 1)
-        else:
-            parts[index] = _slice(field.name, entry, binary, at, field.nbytes)
-            at += field.nbytes
-    _all_used(at, binary)
-    if None in parts:
-        field = fields[parts.index(None)]
-        raise HamletError(f"input '{field.name}' is missing", field.expected())
-    return b"".join(parts)
-
-
-def _arrays(ask: Ask, model: Model, inputs: list[Any], binary: memoryview) -> None:
-    """Observations, and state where it is given, of any number of rows up to a batch."""
-    wanted = model.agent.inputs
-    at = 0
-    for entry in inputs:
-        name = entry.get("name") if isinstance(entry, dict) else None
-        if not isinstance(name, str) or name not in wanted:
-            raise _unknown(entry, wanted)
-        if name in ask.feeds:
-            raise HamletError(f"input '{name}' is given twice")
-        field = model.described[name]
-        shape = entry.get("shape")
-        if (
-            entry.get("datatype") != field.datatype
-            or type(shape) is not list
-            or type(shape[0] if shape else None) is not int
-            or tuple(shape[1:]) != field.shape
-        ):
-            raise _misfit(field, entry)
-        rows = shape[0]
-        if not 0 < rows <= model.max_batch:
-            raise HamletError(f"input '{name}' has {rows} rows", f"1 to {model.max_batch}")
-        if ask.feeds and rows != ask.rows:
-            raise HamletError(f"input '{name}' has {rows} rows, an earlier one {ask.rows}")
-        ask.rows = rows
-        if "data" in entry:
-            raw: Any = _packed(field, entry["data"], rows)
-        else:
-            raw = _slice(name, entry, binary, at, rows * field.nbytes)
-            at += rows * field.nbytes
-        ask.feeds[name] = model.checked(field, raw, rows)
-    _all_used(at, binary)
-    for field in model.fields:
-        if field.name not in ask.feeds:
-            raise HamletError(f"input '{field.name}' is missing", field.expected())
-    if not ask.feeds["action_mask"].any(axis=1).all():
-        raise HamletError("input 'action_mask' forbids every action", "WAIT is legal")
-    for name in model.states:
-        if name not in ask.feeds:
-            field = model.described[name]
-            ask.feeds[name] = np.zeros((ask.rows, *field.shape), field.dtype)
-            if name == "state_rng" and ask.seed is not None:
-                ask.feeds[name][:] = ask.seed
-
-
-def _slice(name: str, entry: dict[str, Any], binary: memoryview, at: int, nbytes: int) -> Any:
-    parameters = entry.get("parameters")
-    given = parameters.get("binary_data_size") if isinstance(parameters, dict) else None
-    if given is None:
-        raise HamletError(f"input '{name}' has no data", "give 'data' or 'binary_data_size'")
-    if type(given) is not int or given != nbytes:
-        raise HamletError(f"input '{name}' has binary_data_size {given!s:.20}", f"it is {nbytes}")
-    part = binary[at : at + nbytes]
-    if len(part) != nbytes:
-        raise HamletError(f"input '{name}' is cut short", f"{nbytes} bytes, {len(part)} came")
-    return part
-
-
-def _packed(field: Field, data: Any, rows: int) -> bytes:
-    """JSON data as bytes; flat, or nested as the shape says."""
-    if type(data) is not list:
-        raise HamletError(f"input '{field.name}' has data that is not an array", field.expected())
-    if data and type(data[0]) is list:
-        data = _flatten(field, data, (rows, *field.shape))
-    if len(data) != rows * field.size:
-        raise HamletError(
-            f"input '{field.name}' has {len(data)} numbers, its shape says {rows * field.size}"
-        )
-    types, pack = _PACKERS[field.dtype]
-    found = set(map(type, data))
-    if found == {int, float} or found == {float}:  # JSON does not tell 1 from 1.0
-        data = [int(x) if x == x // 1 else x for x in data] if int in types else data
-        found = set(map(type, data))
-    if found <= types:
-        try:
-            return pack(data)
-        except (ValueError, OverflowError):
-            pass
-    raise HamletError(f"input '{field.name}' holds what is not {field.datatype}", field.expected())
-
-
-def _flatten(field: Field, data: list[Any], shape: tuple[int, ...]) -> list[Any]:
-    for size in shape[1:]:
-        flat = []
-        for part in data:
-            if type(part) is not list or len(part) != size:
-                raise HamletError(
-                    f"input '{field.name}' has nested data of another shape", field.expected()
-                )
-            flat += part
-        data = flat
-    if any(type(x) is list for x in data):
-        raise HamletError(f"input '{field.name}' is nested too deeply", field.expected())
-    return data
-
-
-_PACKERS: dict[str, tuple[set[type], Callable[[list[Any]], bytes]]] = {
-    "uint8": ({int}, bytes),
-    "bool": ({bool}, bytes),
-    "int64": ({int}, lambda data: array("q", data).tobytes()),
-    "float32": ({int, float}, lambda data: array("f", data).tobytes()),
-}
-
-
-def _unknown(entry: Any, known: Any) -> HamletError:
-    if not isinstance(entry, dict):
-        return HamletError("an entry of 'inputs' is not an object")
-    return HamletError(f"input {entry.get('name')!r:.60} is unknown", f"known: {', '.join(known)}")
-
-
-def _misfit(field: Field, entry: dict[str, Any]) -> HamletError:
-    datatype, shape = entry.get("datatype"), entry.get("shape")
-    return HamletError(f"input '{field.name}' is {datatype!s:.20} {shape!s:.60}", field.expected())
-
-
-def _all_used(at: int, binary: memoryview) -> None:
-    if at != len(binary):
-        raise HamletError(f"{len(binary) - at} bytes after the last binary tensor belong to none")
+    return bool(value)
 
 
 # ------------------------------------------------------------------------------------------------
 # Tensors out
 
 
-def _outputs(ask: Ask, model: Model, given: Any) -> list[tuple[str, bool]]:
+def _outputs(request: InferRequest, model: Model, given: Any) -> list[tuple[str, bool]]:
     if not isinstance(given, list):
         raise HamletError("'outputs' is not an array")
-    known = outputs_of(model, ask.sequence is not None)
+    known = model.agent.outputs
     asked: list[tuple[str, bool]] = []
     for entry in given:
         name = entry.get("name") if isinstance(entry, dict) else None
         if name not in known:
             raise HamletError(f"output {name!r:.60} is unknown", f"known: {', '.join(known)}")
-        parameters = entry.get("parameters") or {}
+        parameters = entry.get("parameters")
+        if parameters is None:
+            parameters = {}
         if not isinstance(parameters, dict):
             raise HamletError(f"'parameters' of output '{name}' is not an object")
-        binary = flag(parameters, "binary_data") if "binary_data" in parameters else ask.binary
+        plain = parameters.get("binary_data") is None
+        binary = request.binary if plain else flag(parameters, "binary_data")
         asked.append((name, binary))
-    return asked or [(name, ask.binary) for name in known]
+    usual = outputs_of(model, request.sequence is not None)
+    return asked or [(name, request.binary) for name in usual]
 
 
 def outputs_of(model: Model, with_sequence: bool) -> list[str]:
-    """What can be asked for; the new state only where the client keeps it."""
+    """What is returned to a request that does not say; the new state only where the client keeps
+    it. Every output can be asked for."""
     if with_sequence:
-        return ["action", *model.thoughts]
+        return [model.action, *model.thoughts]
     return model.agent.outputs
 
 
-def answer(model: Model, ask: Ask, results: Results) -> tuple[bytes, int | None]:
+def answer(model: Model, request: InferRequest, results: Results) -> tuple[bytes, int | None]:
     """The body of a response and, if it has binary tensors, the length of its header.
 
     Args:
         results: (name, array, binary) of every output; or the action, where only that is asked for.
     """
-    if isinstance(results, int):
-        if ask.id is None and ask.outputs is not None and len(ask.outputs) == 1:
-            if ask.outputs[0][1]:
-                return model.binary_answer + results.to_bytes(8, "little"), len(model.binary_answer)
+    if not isinstance(results, list):
+        asked = request.outputs or []
+        if isinstance(results, int) and request.id is None and len(asked) == 1:
+            if asked[0][1]:
+                return model.binary_answer + results.to_bytes(8, "little", signed=True), len(
+                    model.binary_answer
+                )
             return model.json_answer % results, None
-        array = np.array([results])
-        results = [(name, array, binary) for name, binary in ask.outputs or []]
+        array = shaped(model, model.action, results)
+        results = [(name, array, binary) for name, binary in asked]
     outputs, tail = [], []
     for name, values, binary in results:
         described: dict[str, Any] = {
@@ -448,40 +284,45 @@ def answer(model: Model, ask: Ask, results: Results) -> tuple[bytes, int | None]
         else:
             described["data"] = np.ascontiguousarray(values).ravel()
         outputs.append(described)
-    head: dict[str, Any] = {"model_name": NAME, "model_version": model.version}
-    if ask.id is not None:
-        head["id"] = ask.id
+    head: dict[str, Any] = {"model_name": model.name, "model_version": model.version}
+    if request.id is not None:
+        head["id"] = request.id
     header = orjson.dumps({**head, "outputs": outputs}, option=orjson.OPT_SERIALIZE_NUMPY)
     return b"".join([header, *tail]), len(header) if tail else None
 
 
-def from_decision(decision: Decision, name: str) -> np.ndarray:
-    """The action or a thought, by its name in the graph."""
-    return decision.action if name == "action" else decision.thoughts[name]
+def shaped(model: Model, name: str, value: int | np.ndarray) -> np.ndarray:
+    """One life's output in the graph's shape."""
+    field = model.signature.outputs[name]
+    return np.asarray(value, field.dtype).reshape(field.sent(1))
+
+
+def from_decision(model: Model, decision: Decision, name: str) -> np.ndarray:
+    """Any output of one life, by its name in the graph."""
+    if name == model.action:
+        value = decision.action
+    elif name in model.following:
+        value = decision.state[model.following[name]]
+    else:
+        value = decision.thoughts[name]
+    return shaped(model, name, value)
 
 
 def metadata(model: Model) -> dict[str, Any]:
     """The model's metadata: what a client with a sequence sends and gets."""
-    outputs = {entry["name"]: entry for entry in model.agent.card["schema"]["outputs"]}
+    inputs, outputs = model.signature.inputs, model.signature.outputs
     return {
-        "name": NAME,
+        "name": model.name,
         "versions": [model.version],
         "platform": "onnxruntime_onnx",
-        "inputs": [
-            {"name": f.name, "datatype": f.datatype, "shape": [-1, *f.shape]}
-            for name in model.agent.inputs
-            if name in model.by_name
-            for f in [model.described[name]]
-        ],
-        "outputs": [
-            {
-                "name": name,
-                "datatype": DATATYPES[outputs[name]["dtype"]],
-                "shape": [-1, *outputs[name]["shape"][1:]],
-            }
-            for name in outputs_of(model, True)
-        ],
+        "inputs": [_described(model, inputs[n]) for n in model.signature.observation],
+        "outputs": [_described(model, outputs[n]) for n in outputs_of(model, True)],
     }
+
+
+def _described(model: Model, field: Field) -> dict[str, Any]:
+    rows = -1 if model.signature.batched else 1
+    return {"name": field.name, "datatype": field.datatype, "shape": field.sent(rows)}
 
 
 def fields_of(described: dict[str, Any]) -> list[Field]:
@@ -489,10 +330,9 @@ def fields_of(described: dict[str, Any]) -> list[Field]:
     dtypes = {datatype: dtype for dtype, datatype in DATATYPES.items()}
     fields = []
     for entry in described["inputs"]:
-        shape, dtype = tuple(entry["shape"][1:]), dtypes[entry["datatype"]]
-        size = prod(shape)
-        nbytes = size * np.dtype(dtype).itemsize
-        fields.append(
-            Field(entry["name"], dtype, shape, entry["datatype"], size, nbytes, -inf, inf)
-        )
+        shape = list(entry["shape"])
+        axis = shape.index(-1) if -1 in shape else (0 if shape[:1] == [1] else None)
+        if axis is not None:
+            del shape[axis]
+        fields.append(Field(entry["name"], dtypes[entry["datatype"]], tuple(shape), axis))
     return fields

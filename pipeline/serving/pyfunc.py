@@ -49,16 +49,18 @@ class Flavour(PythonModel):
         params = params or {}
         session = str(params.get("session", ""))
         fields = self.agent.check(dict(model_input))
-        rows = len(fields["action_mask"])
+        inputs = self.agent.signature.inputs
+        rows = max((inputs[n].rows_first(x).shape[0] for n, x in fields.items()), default=1)
         state = self.sessions.pop(session, None)
         if state is None:
             state = self.agent.start(rows, int(params.get("seed", 0)))
-        if len(state["state_rng"]) != rows:
-            self.sessions[session] = state
-            raise HamletError(
-                f"session '{session}' has {len(state['state_rng'])} rows, {rows} came",
-                "begin another session",
-            )
+        for name, value in state.items():
+            have = inputs[name].rows_first(value).shape[0]
+            if have != rows:
+                self.sessions[session] = state
+                raise HamletError(
+                    f"session '{session}' has {have} rows, {rows} came", "begin another session"
+                )
         decision = self.agent.act(fields, state)
         if not params.get("end", False):
             self.sessions[session] = decision.state

@@ -42,8 +42,16 @@ def serve(
     max_sessions: int = 10_000,
     session_ttl: float = 600.0,
     poll: float = POLL_SECONDS,
+    name: str | None = None,
+    origins: tuple[str, ...] = (),
+    drain: float = 0.0,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C, then finish what was asked and save the sessions.
+
+    Args:
+        name: of the model as clients call it; default: the source's.
+        origins: web pages that may ask (CORS), "*" for all.
+        drain: seconds between the signal and the closing of the socket: not ready, but answering.
 
     The bearer token is HAMLET_TOKEN, if set. Port 0 takes a free one; the log says which.
 
@@ -58,7 +66,7 @@ def serve(
     # A finished run must not wait 5 ms for the interpreter while requests are read.
     sys.setswitchinterval(0.0005)
     token = os.environ.get("HAMLET_TOKEN") or None
-    engine = Engine(Metrics(), max_sessions, session_ttl)
+    engine = Engine(Metrics(), max_sessions, session_ttl, name or source.model)
     watch = Watch(source, engine)
     if isinstance(source, FileSource):
         watch.load()
@@ -69,9 +77,18 @@ def serve(
         """Ends quietly on a signal: draining is the orderly end, not an interrupt."""
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if app.draining:
+                if sig == signal.SIGINT:
+                    self.force_exit = True  # Ctrl-C twice: at once, without the sessions
+                self.should_exit = True
+            elif drain:
+                log("not ready", drain=drain)
+                asyncio.get_running_loop().call_later(drain, self._leave)
+            else:
+                self.should_exit = True
             app.draining = True
-            if sig == signal.SIGINT and self.should_exit:
-                self.force_exit = True  # Ctrl-C twice: at once, without the sessions
+
+        def _leave(self) -> None:
             self.should_exit = True
 
         async def startup(self, sockets: Any = None) -> None:
@@ -106,7 +123,7 @@ def serve(
                 failure.append(error)
         engine.shutdown()
 
-    app = App(engine, log, token, begin, end)
+    app = App(engine, log, token, begin, end, origins)
     config = uvicorn.Config(
         app,
         host=host,
@@ -187,8 +204,16 @@ class Watch:
         model = self.engine.current
         assert model is not None
         providers = model.agent.session.get_providers()
-        sha = model.agent.card["sha256"]
+        sha = model.agent.sha
         log("loaded", version=model.version, sha256=sha, provider=providers[0])
+        signature = model.signature
+        log(
+            "policy",
+            observation=signature.observation,
+            states=signature.states,
+            action=model.action,
+            batched=signature.batched,
+        )
 
 
 def give_back_memory() -> None:

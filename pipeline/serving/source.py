@@ -1,4 +1,4 @@
-"""Where the agent comes from: a file, or an alias or version of MLflow's registry.
+"""Where a policy comes from: a file, or an alias or version of MLflow's registry.
 
 Only a registry source needs mlflow; it is imported when one is used.
 """
@@ -9,11 +9,14 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from hamlet.artifacts import HamletError
+from hamlet.artifacts import HamletError, card_path
 from hamlet.serving.agent import OnnxAgent
+from hamlet.serving.model import NAME
 
 REGISTRY = re.compile(r"models:/([^/@]+)(?:@([\w.-]+)|/(\d+))")
 
@@ -22,6 +25,8 @@ class Source(Protocol):
     """Something that may hold another agent tomorrow."""
 
     name: str
+    model: str
+    """As clients call it."""
 
     def look(self) -> str:
         """What is there now, cheaply; another string when it may be another agent.
@@ -38,34 +43,51 @@ class Source(Protocol):
         """
 
 
-def open_source(where: str) -> Source:
-    """`models:/NAME@ALIAS`, `models:/NAME/VERSION` or the path of an ONNX file."""
+def open_source(
+    where: str, states: Mapping[str, str] | None = None, action: str | None = None
+) -> Source:
+    """`models:/NAME@ALIAS`, `models:/NAME/VERSION` or the path of an ONNX file.
+
+    Args:
+        states, action: for a policy without a card, see `OnnxAgent`.
+    """
     if not where.startswith("models:"):
-        return FileSource(where)
+        return FileSource(where, states, action)
     found = REGISTRY.fullmatch(where)
     if found is None:
         raise HamletError(
             f"{where} names no model", "write models:/NAME@ALIAS, models:/NAME/VERSION or a file"
         )
-    return RegistrySource(where, *found.groups())
+    return RegistrySource(where, *found.groups(), states=states, action=action)
 
 
 class FileSource:
-    """An ONNX file with its card beside it. Its version is the beginning of its hash."""
+    """An ONNX file, with its card beside it if it has one. Its version is the beginning of its
+    hash."""
 
-    def __init__(self, path: str) -> None:
-        self.name, self.path = path, Path(path)
+    def __init__(
+        self, path: str, states: Mapping[str, str] | None = None, action: str | None = None
+    ) -> None:
+        self.name, self.path, self.states, self.action = path, Path(path), states, action
+        self.model = self.path.stem
+        with suppress(OSError, ValueError, AttributeError):
+            if json.loads(card_path(path).read_text()).get("kind") == "agent":
+                self.model = NAME
 
     def look(self) -> str:
-        try:
-            seen = [os.stat(p) for p in (self.path, self.path.with_name(self.path.name + ".json"))]
-        except OSError as error:
-            raise HamletError(f"{error.filename} cannot be read ({error.strerror})") from None
+        seen = []
+        for suffix in ("", ".json", ".data"):
+            path = self.path.with_name(self.path.name + suffix)
+            try:
+                seen.append(os.stat(path))
+            except OSError as error:
+                if not suffix:
+                    raise HamletError(f"{path} cannot be read ({error.strerror})") from None
         return " ".join(f"{s.st_ino} {s.st_size} {s.st_mtime_ns}" for s in seen)
 
     def fetch(self) -> tuple[OnnxAgent, str]:
-        agent = OnnxAgent(self.path)
-        return agent, agent.card["sha256"][:12]
+        agent = OnnxAgent(self.path, states=self.states, action=self.action)
+        return agent, agent.sha[:12]
 
 
 class RegistrySource:
@@ -74,8 +96,17 @@ class RegistrySource:
     The tracking server is MLFLOW_TRACKING_URI, else `mlflow.db` in the current folder.
     """
 
-    def __init__(self, uri: str, model: str, alias: str | None, version: str | None) -> None:
+    def __init__(
+        self,
+        uri: str,
+        model: str,
+        alias: str | None,
+        version: str | None,
+        states: Mapping[str, str] | None = None,
+        action: str | None = None,
+    ) -> None:
         self.name, self.model, self.alias, self.version = uri, model, alias, version
+        self.states, self.action = states, action
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
@@ -103,14 +134,25 @@ class RegistrySource:
             self._mlflow.set_tracking_uri(self.uri)
             self._mlflow.set_registry_uri(self.uri)
             try:
-                local = self._mlflow.artifacts.download_artifacts(place, dst_path=folder)
-                card = self._mlflow.models.get_model_info(local).metadata["card"]
+                local = Path(self._mlflow.artifacts.download_artifacts(place, dst_path=folder))
+                info = self._mlflow.models.get_model_info(str(local))
             except Exception as error:
                 raise HamletError(f"{place} cannot be loaded ({_reason(error)})") from None
+            card = (info.metadata or {}).get("card")
+            if card is None:
+                return self._foreign(local, info, place), version
             card = json.loads(card)
             if found.tags.get("sha256") != card["sha256"]:
                 raise HamletError(f"{place} holds another agent than its tag says")
-            return OnnxAgent.of((Path(local) / "model.onnx").read_bytes(), card, place), version
+            return OnnxAgent.of((local / "model.onnx").read_bytes(), card, place), version
+
+    def _foreign(self, local: Path, info: Any, place: str) -> OnnxAgent:
+        """The ONNX file of a model that somebody else logged."""
+        if "onnx" not in info.flavors:
+            kinds = ", ".join(info.flavors)
+            raise HamletError(f"{place} is no ONNX model ({kinds})", "log it with mlflow.onnx")
+        file = local / info.flavors["onnx"].get("data", "model.onnx")
+        return OnnxAgent(file, states=self.states, action=self.action)
 
     def _client(self) -> Any:
         if not self.uri.startswith("sqlite:///"):

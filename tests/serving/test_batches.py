@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.serving import json_request
-from hamlet.serving import protocol
-from hamlet.serving.engine import MAX_BATCH, MAX_DEEP, Item
+from hamlet.serving import tensors
+from hamlet.serving.engine import MAX_BATCH, MAX_DEEP
 from hamlet.serving.model import pack
+from hamlet.serving.session import PendingTick
 
 
 async def all_ask(engine, lives, seen) -> None:
@@ -25,7 +26,7 @@ async def all_ask(engine, lives, seen) -> None:
             answer.set_result(action)
 
         record = pack(engine.current.fields, observation)
-        engine.submit(Item(session, record, 10.0, False, False, done))
+        engine.submit(PendingTick(session, record, 10.0, False, False, done))
     assert min(await asyncio.wait_for(asyncio.gather(*answers), 10)) >= 0
 
 
@@ -93,10 +94,10 @@ def test_the_short_way_packs_the_same(engine, seen):
     model = engine.current
     for observation in seen[::40]:
         inputs = inputs_of(observation)
-        record = protocol._plain(model, inputs)
+        record = tensors._plain(model, inputs)
         assert record is not None
-        assert record == protocol._record(model, inputs, memoryview(b""))
-        assert record == protocol._plain(model, inputs[::-1])
+        assert record == tensors._record(model, inputs, memoryview(b""))
+        assert record == tensors._plain(model, inputs[::-1])
 
 
 @pytest.mark.parametrize(
@@ -122,4 +123,4 @@ def test_the_short_way_packs_the_same(engine, seen):
 def test_the_short_way_leaves_the_unusual_to_the_long_one(engine, seen, change):
     inputs = inputs_of(seen[0])
     change(inputs)
-    assert protocol._plain(engine.current, inputs) is None
+    assert tensors._plain(engine.current, inputs) is None

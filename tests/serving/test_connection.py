@@ -57,8 +57,8 @@ def test_a_long_header_is_not_remembered(engine, seen):
         head, _, body = request.partition(b"\r\n\r\n")
         length = head.rpartition(b"Inference-Header-Content-Length: ")[2]
         parser = Parser()
-        ask, _ = parser.parse(body, length, lambda ask: engine.current)
-        assert len(ask.record) == engine.current.record_bytes
+        request, _ = parser.parse(body, length, lambda request: engine.current)
+        assert len(request.record) == engine.current.record_bytes
         return len(parser._known)
 
     assert remembered() == 1

@@ -230,7 +230,7 @@ def test_metrics_are_what_prometheus_reads(server, seen):
 
 
 def test_nothing_but_what_there_is(server):
-    assert server.ask("GET", "/").status == 404
+    assert server.ask("GET", "/nowhere").status == 404
     assert server.ask("GET", "/v2/models/other").status == 404
     answer = server.ask("PUT", INFER, b"{}")
     assert (answer.status, answer.headers["allow"]) == (405, "POST")

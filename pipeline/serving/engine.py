@@ -138,7 +138,7 @@ class Engine:
         """
         session = self.sessions.get(sequence)
         key = Repeats.key(request, record, start, end, thoughts) if request else None
-        if key is not None:
+        if key is not None and not start:  # to begin anew once more is the same life
             repeats = session.repeats if session else self.ended.get(sequence)
             if repeats is not None and repeats.answered(key, done):
                 self.metrics.repeated += 1

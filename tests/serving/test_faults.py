@@ -102,7 +102,7 @@ def twice(data, name):
         (lambda d: twice(d, "cues"), "'cues' is given twice"),
         (lambda d: d | {"inputs": {}}, "'inputs'"),
         (lambda d: d | {"inputs": [7]}, "'inputs'"),
-        (lambda d: d | {"outputs": [{"name": "next_rng"}]}, "output 'next_rng' is unknown"),
+        (lambda d: d | {"outputs": [{"name": "next_day"}]}, "output 'next_day' is unknown"),
         (lambda d: d | {"outputs": 3}, "'outputs'"),
         (lambda d: d | {"id": 3}, "'id'"),
         (lambda d: d | {"parameters": []}, "'parameters'"),

@@ -322,6 +322,10 @@ def serve(
     ] = str(AGENT),
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8080,
+    grpc_port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="Answer gRPC there too; 0 takes a free port."),
+    ] = None,
     state_file: Annotated[
         Path | None,
         typer.Option(help="Sessions are saved here every few seconds and restored from it."),
@@ -349,7 +353,12 @@ def serve(
     HAMLET_TOKEN in the environment asks clients for that bearer token. A new file, or an alias that
     moves, is taken up while it runs.
     """
-    for package in ("uvicorn", "orjson"):
+    if grpc_port is not None and find_spec("grpc") is None:
+        raise HamletError(
+            "`hamlet serve --grpc-port` needs grpcio",
+            'run `pip install -c constraints.txt ".[serve,cpu,grpc]"`',
+        )
+    for package in ("uvicorn", "orjson", "websockets"):
         if find_spec(package) is None:
             raise HamletError(
                 f"`hamlet serve` needs {package}",
@@ -373,6 +382,7 @@ def serve(
         name=name,
         origins=tuple(allow_origin or ()),
         drain=drain_seconds,
+        grpc_port=grpc_port,
     )
 
 

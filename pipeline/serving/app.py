@@ -26,6 +26,8 @@ from hamlet.serving.errors import HTTPError
 from hamlet.serving.model import RNG_RANGE, Model, pack
 from hamlet.serving.openapi import document
 from hamlet.serving.protocol import InferRequest
+from hamlet.serving.results import results_of
+from hamlet.serving.stream import talk
 from hamlet.serving.words import action_in_words
 
 MAX_BODY = 1 << 20  # bytes; a full batch of observations and states is a quarter of it
@@ -39,6 +41,7 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 Reply = tuple[int, bytes, list[tuple[bytes, bytes]]]
 
 ACT_FIELDS = ("session", "observation", "start", "seed", "end", "id")
+EXTENSIONS = ["binary_tensor_data", "sequence", "schedule_policy"]
 JSON = (b"content-type", b"application/json")
 BINARY = (b"content-type", b"application/octet-stream")
 TEXT = (b"content-type", b"text/plain; version=0.0.4")
@@ -101,7 +104,8 @@ class App:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
             return
-        if scope["type"] != "http":
+        if scope["type"] == "websocket":
+            await talk(self, scope, receive, send)
             return
         began = time.monotonic()
         try:
@@ -196,6 +200,20 @@ class App:
                     )
                 return
 
+    def failed(self, error: Exception) -> Reply:
+        """What a client is told of an error, as `failed` says."""
+        return failed(error, self.log)
+
+    def is_ready(self) -> bool:
+        """Whether new work should come here."""
+        return self.engine.current is not None and not self.draining
+
+    def model_named(self, name: str, version: str | None) -> Model:
+        """The version of a model; HTTPError with 404 where it is not served."""
+        if name != self.engine.name:
+            raise HTTPError(404, f"model {name[:60]!r} is not served: {self.engine.name!r} is")
+        return self._version(version)
+
     # -- reading
 
     async def _body(self, scope: Scope, receive: Receive) -> tuple[bytes, bytes | None]:
@@ -279,9 +297,9 @@ class App:
         Raises:
             HTTPError, HamletError: it was not queued.
         """
-        request, model = self.parser.parse(body, header_length, partial(self._model_for, version))
+        request, model = self.parser.parse(body, header_length, partial(self.model_for, version))
         if request.sequence is None:
-            return self._once(request, model)
+            return self._answered(request, model)
         outputs = request.outputs
 
         def acted(action: Any, more: Any) -> None:
@@ -313,22 +331,10 @@ class App:
             request=request.id,
         )
 
-    async def _once(self, request: InferRequest, model: Model) -> Reply:
-        usual = protocol.outputs_of(model, False)
-        outputs = request.outputs or [(name, request.binary) for name in usual]
-        names = [name for name, _ in outputs]
-        try:
-            values = await self.engine.once(model, request.feeds, names, request.rows)
-        except HTTPError:
-            raise
-        except Exception:  # an index in the given state that points nowhere
-            raise HamletError(
-                "the state that was given is none of this agent's", "give what it returned"
-            ) from None
-        results = [(n, x, b) for (n, b), x in zip(outputs, values, strict=True)]
-        return _inferred(model, request, results)
+    async def _answered(self, request: InferRequest, model: Model) -> Reply:
+        return _inferred(model, request, await results_of(self.engine, request, model))
 
-    def _model_for(self, version: str | None, request: InferRequest) -> Model:
+    def model_for(self, version: str | None, request: InferRequest) -> Model:
         """The version that serves a request: its session's, else the one named, else current."""
         if request.sequence is None or request.start:
             model = self._version(version)
@@ -376,7 +382,7 @@ class App:
         observation = header.get("observation")
         if not isinstance(observation, dict):
             raise HamletError("'observation' is missing or not an object")
-        model = self._model_for(None, request)
+        model = self.model_for(None, request)
         request.record = pack(model.fields, observation)
         tick: asyncio.Future[tuple[Any, Any]] = asyncio.get_running_loop().create_future()
         session = self.submit(
@@ -424,7 +430,7 @@ class App:
         said = {
             "name": "hamlet",
             "version": installed("hamlet"),
-            "extensions": ["binary_tensor_data", "sequence", "schedule_policy"],
+            "extensions": EXTENSIONS,
         }
         return 200, orjson.dumps(said), [JSON]
 

@@ -14,6 +14,7 @@ import numpy as np
 import orjson
 
 from hamlet.artifacts import HamletError
+from hamlet.serving import lives
 from hamlet.serving.agent import Decision
 from hamlet.serving.model import DATATYPES, RNG_RANGE, Field, Model
 from hamlet.serving.tensors import feeds_of, integer, record_of
@@ -37,12 +38,14 @@ class InferRequest:
         record: one observation (with a sequence).
         feeds: arrays by input name, without one (observation, and state where given).
         rows: of the feeds.
+        lives: the request of each row, where the rows are lives of their own.
+        version: that acted, where it may be another than the one that understood it.
         outputs: (name, binary) of what is asked for; None: everything.
     """
 
     __slots__ = (
-        "binary", "end", "feeds", "id", "outputs", "record", "rows", "seed", "sequence", "start",
-        "timeout",
+        "binary", "end", "feeds", "id", "lives", "outputs", "record", "rows", "seed", "sequence",
+        "start", "timeout", "version",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -54,6 +57,8 @@ class InferRequest:
         self.record = b""
         self.feeds: dict[str, np.ndarray] = {}
         self.rows = 1
+        self.lives: list[InferRequest] = []
+        self.version = ""
         self.outputs: list[tuple[str, bool]] | None = None
 
     def copy(self) -> InferRequest:
@@ -62,6 +67,7 @@ class InferRequest:
         new.id, new.sequence, new.start, new.end = self.id, self.sequence, self.start, self.end
         new.binary, new.timeout, new.seed = self.binary, self.timeout, self.seed
         new.feeds, new.rows, new.outputs = self.feeds, self.rows, self.outputs
+        new.lives, new.version = self.lives, self.version
         return new
 
 
@@ -142,7 +148,9 @@ def understand(
     inputs = header.get("inputs")
     if not isinstance(inputs, list):
         raise HamletError("'inputs' is missing or not an array", "it holds the observation")
-    if request.sequence is None:
+    if request.sequence is None and lives.are_in(inputs, model):
+        request.lives = lives.rows_of(request, model, inputs, binary, sequence_name)
+    elif request.sequence is None:
         request.feeds, request.rows = feeds_of(model, inputs, binary, request.seed)
     else:
         request.record = record_of(model, inputs, binary)
@@ -243,7 +251,7 @@ def _outputs(request: InferRequest, model: Model, given: Any) -> list[tuple[str,
         plain = parameters.get("binary_data") is None
         binary = request.binary if plain else flag(parameters, "binary_data")
         asked.append((name, binary))
-    usual = outputs_of(model, request.sequence is not None)
+    usual = outputs_of(model, request.sequence is not None or bool(request.lives))
     return asked or [(name, request.binary) for name in usual]
 
 
@@ -284,7 +292,8 @@ def answer(model: Model, request: InferRequest, results: Results) -> tuple[bytes
         else:
             described["data"] = np.ascontiguousarray(values).ravel()
         outputs.append(described)
-    head: dict[str, Any] = {"model_name": model.name, "model_version": model.version}
+    version = request.version or model.version
+    head: dict[str, Any] = {"model_name": model.name, "model_version": version}
     if request.id is not None:
         head["id"] = request.id
     header = orjson.dumps({**head, "outputs": outputs}, option=orjson.OPT_SERIALIZE_NUMPY)

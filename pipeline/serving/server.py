@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from hamlet.artifacts import HamletError
-from hamlet.serving.app import App
+from hamlet.serving.app import MAX_BODY, App
 from hamlet.serving.engine import Engine
 from hamlet.serving.metrics import Metrics
 from hamlet.serving.saved import restore, save
@@ -25,6 +25,7 @@ from hamlet.serving.source import FileSource, Source
 
 POLL_SECONDS = 2.0  # between two looks at the source
 DRAIN_SECONDS = 30  # for what was asked before SIGTERM
+GRPC_GRACE_SECONDS = 2.0  # in which streams may end of themselves
 HEADER_SECONDS = 10.0  # in which the headers of a request must have come
 
 
@@ -45,6 +46,7 @@ def serve(
     name: str | None = None,
     origins: tuple[str, ...] = (),
     drain: float = 0.0,
+    grpc_port: int | None = None,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C, then finish what was asked and save the sessions.
 
@@ -52,6 +54,7 @@ def serve(
         name: of the model as clients call it; default: the source's.
         origins: web pages that may ask (CORS), "*" for all.
         drain: seconds between the signal and the closing of the socket: not ready, but answering.
+        grpc_port: where gRPC is answered too, 0 takes a free one; None: nowhere.
 
     The bearer token is HAMLET_TOKEN, if set. Port 0 takes a free one; the log says which.
 
@@ -101,9 +104,21 @@ def serve(
 
     background: list[asyncio.Task[None]] = []
     failure: list[HamletError] = []
+    closing: list[Any] = []  # the gRPC server
 
     async def begin() -> None:
         sweeper = Sweeper(app, server)
+        if grpc_port is not None:
+            from hamlet.serving.rpc import start
+
+            try:
+                rpc, taken = await start(app, host, grpc_port)
+            except HamletError as error:
+                failure.append(error)
+                server.should_exit = True
+            else:
+                closing.append(rpc)
+                log("serving grpc", port=taken)
         background.append(asyncio.create_task(every(poll, watch.look)))
         background.append(asyncio.create_task(every(1.0, sweeper.sweep)))
         gc.collect()
@@ -112,6 +127,8 @@ def serve(
     async def end() -> None:
         log("draining", sessions=len(engine.sessions))
         await engine.drain()
+        for rpc in closing:
+            await rpc.stop(GRPC_GRACE_SECONDS)
         for task in background:
             task.cancel()
             with suppress(asyncio.CancelledError):
@@ -133,7 +150,9 @@ def serve(
         server_header=False,
         date_header=False,
         proxy_headers=False,
-        ws="none",
+        ws="websockets-sansio",
+        ws_max_size=MAX_BODY,
+        ws_per_message_deflate=False,
         http=Connection,
         loop="asyncio",  # uvloop was 4 % faster and is 14 MB
         lifespan="on",
@@ -236,6 +255,8 @@ class Sweeper:
         now = time.monotonic()
         waiting = {}
         for connection in list(self.server.server_state.connections):
+            if not hasattr(connection, "give_up"):
+                continue  # a WebSocket: uvicorn pings it
             connection.give_up(now)
             asked = connection.cycle is not None and not connection.cycle.response_complete
             if connection.idle_since is None and not asked:  # within a request's headers

@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -83,6 +84,45 @@ def _record(model: Model, inputs: list[Any], binary: memoryview) -> bytes:
         field = fields[parts.index(None)]
         raise HamletError(f"input '{field.name}' is missing", field.expected())
     return b"".join(parts)
+
+
+def records_of(model: Model, inputs: list[Any], binary: memoryview, rows: int) -> list[bytes]:
+    """The observations of many sessions, one row each, as a record each.
+
+    Raises:
+        HamletError: naming the input that is wrong, also where a number is out of range.
+    """
+    parts: list[Any] = [None] * len(model.fields)
+    at = 0
+    for entry in inputs:
+        name = entry.get("name") if isinstance(entry, dict) else None
+        if not isinstance(name, str) or name not in model.by_name:
+            if name in model.states:
+                raise HamletError(f"input '{name}' is kept here for lives with a sequence_id")
+            raise _unknown(entry, model.by_name)
+        index = model.by_name[name]
+        field = model.fields[index]
+        if field.axis is None:  # each row has one of its own
+            field = replace(field, axis=0)
+        if parts[index] is not None:
+            raise HamletError(f"input '{name}' is given twice")
+        if (own := _rows(field, entry)) != rows:
+            raise HamletError(f"input '{name}' has {own} rows, 'sequence_id' {rows}")
+        if entry.get("data") is not None:
+            raw: Any = _packed(field, entry["data"], rows)
+        else:
+            raw = _slice(name, entry, binary, at, rows * field.nbytes)
+            at += rows * field.nbytes
+        values = field.rows_first(model.checked(field, raw, rows))
+        if name == model.signature.mask and not values.reshape(rows, -1).any(axis=1).all():
+            raise HamletError(f"input '{name}' forbids every action", "allow one")
+        flat = np.ascontiguousarray(values).reshape(rows, -1)
+        parts[index] = flat.view(np.uint8).reshape(rows, field.nbytes)
+    _all_used(at, binary)
+    for field, part in zip(model.fields, parts, strict=True):
+        if part is None:
+            raise HamletError(f"input '{field.name}' is missing", field.expected())
+    return [row.tobytes() for row in np.concatenate(parts, axis=1)]
 
 
 def feeds_of(

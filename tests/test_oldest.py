@@ -106,7 +106,7 @@ def test_a_deployment_runs(copy, tmp_path, project, which):
     )
 
     serving = subprocess.Popen(
-        [python.with_name("hamlet"), "serve", "--port", "0"],
+        [python.with_name("hamlet"), "serve", "--port", "0", "--grpc-port", "0"],
         cwd=place, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:

@@ -86,7 +86,11 @@ def open_session(
     """
     check_runtime()
     path = Path(path)
-    check_card(path)
+    card = check_card(path)
+    if "OpenVINOExecutionProvider" in (providers or []) and card.get("runtimes"):
+        raise HamletError(
+            f"{path} cannot run in OpenVINO: {card['runtimes']}", "ask for CPUExecutionProvider"
+        )
     return open_unchecked(path.as_posix(), providers, threads, name=str(path))
 
 

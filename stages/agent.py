@@ -10,7 +10,7 @@ from torch import Tensor
 from hamlet.artifacts import HamletError, write_card, write_json
 from hamlet.export.frozen import load_frozen, tensor_schema
 from hamlet.export.frozen_policy import load_policy
-from hamlet.export.onnx import OPSET, export_mind
+from hamlet.export.onnx import OPSET, export_mind, runtimes_of
 from hamlet.export.triton import write_repository
 from hamlet.modules.agent import AgentState, Mind, Thoughts
 from hamlet.modules.contracts import (
@@ -163,6 +163,7 @@ def main() -> None:
                 "town": shape.to_dict(),
                 "opset": OPSET,
                 "limits": limits(shape),
+                "runtimes": runtimes_of(paths.AGENT),
                 "surprise_limit": mind.surprise_limit,
                 "reasons": {
                     "uncertainty": list(UNCERTAINTY_REASONS),

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from hamlet.modules.agent import Mind
 
 OPSET = 20
+RUNTIMES = (
+    "It computes in float64 and int64: ONNX Runtime from 1.20 on and onnxruntime-web act alike; a "
+    "runtime that computes these in 32 bits, as OpenVINO does, acts otherwise without saying so."
+)
 
 
 def export_onnx(
@@ -86,8 +90,30 @@ def export_mind(
     )
     _fill(body, imagination, list(questions), list(answers))
     onnx.checker.check_model(body)
+    if _is_wide(onnx.shape_inference.infer_shapes(body).graph, {}):
+        body.doc_string = RUNTIMES
     with atomic_path(path) as temporary:
         temporary.write_bytes(body.SerializeToString(deterministic=True))
+
+
+def runtimes_of(path: Path) -> str | None:
+    """What the card of an ONNX file says of the runtimes that it needs; None if any will do."""
+    graph = onnx.shape_inference.infer_shapes(onnx.load(path)).graph
+    return RUNTIMES if _is_wide(graph, {}) else None
+
+
+def _is_wide(graph: onnx.GraphProto, types: dict[str, int]) -> bool:
+    """Whether a graph, or one within it, calculates with float64 or multiplies int64."""
+    values = (*graph.value_info, *graph.input, *graph.output)
+    types = types | {v.name: v.type.tensor_type.elem_type for v in values}
+    types |= {weight.name: weight.data_type for weight in graph.initializer}
+    for node in graph.node:
+        kinds = {types.get(name) for name in (*node.input, *node.output)}
+        if TensorProto.DOUBLE in kinds or (node.op_type == "Mul" and TensorProto.INT64 in kinds):
+            return True
+        if any(a.HasField("g") and _is_wide(a.g, types) for a in node.attribute):
+            return True
+    return False
 
 
 class _WithAHole(nn.Module):

@@ -25,6 +25,10 @@ EVALUATION_SEED = 5  # added to the seed: worlds that no other stage plays
 BASELINES = (
     "random", "rest", "expert_sightings", "expert_searching", "expert_watching", "expert",
 )  # fmt: skip
+SCORE = (  # what DVC shows of an experiment; all else is in evaluate.json
+    "normalised_score", "mean_return", "share_of_expert", "ratio_over_rest", "retired_fraction",
+    "survival",
+)  # fmt: skip
 BOOTSTRAPS = 2000
 NOVEL = UNCERTAINTY_REASONS.index("novel_state")
 CHANGED_WORLDS = 16
@@ -235,6 +239,7 @@ def main() -> None:
             },
         }
         write_json(paths.metrics("evaluate"), numbers)
+        write_json(paths.metrics("score"), {name: numbers[name] for name in SCORE})
         s.run.metrics(
             {k: v for k, v in numbers.items() if isinstance(v, float)}
             | {f"return_{name}": value for name, value in mean.items()}

@@ -35,6 +35,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hamlet.artifacts import HamletError, how_to_make, sha256_json, sha256_path
 from hamlet.params import Params, load_params
 from hamlet.tracking import StageRun, is_dvc, repo_root, stage_run
+from stages.overall import timed
 
 T = TypeVar("T")
 PLAIN_SECONDS = 10.0
@@ -115,6 +116,8 @@ def stage(name: str) -> Iterator[Stage]:
         from hamlet.learning.distributed import process_group
 
         with ExitStack() as stack:
+            if not rank() and PROFILE not in os.environ:
+                stack.enter_context(timed(name))
             run = None if rank() else stack.enter_context(stage_run(name, params))
             current = Stage(name, params, run, stack)
             for key, value in facts.items() if run else ():

@@ -35,6 +35,7 @@ OWN = {"hamlet": "pipeline", "stages": "stages"}  # package -> its folder
 NEUTRAL = {
     "stages/common.py": "progress, endings and the tracked run around a stage's own work",
     "stages/log.py": "tells what a training reports",
+    "stages/overall.py": "tells how far a whole run is",
     "stages/paths.py": "names of files, which dvc.yaml names too",
     "stages/ranks.py": "starts a stage in several processes",
     "stages/world.py": "its result, artifacts/world.json, is the dependency",

@@ -23,6 +23,7 @@ from hamlet.ort import check_runtime
 from hamlet.params import Params, load_params
 from hamlet.tracking import CHAMPION, MODEL, PROVER_MODEL, StageRun, stage_run
 from stages.common import one_line_errors
+from stages.overall import spent, table, timed
 from stages.paths import AGENT, EPISODE, PROVER_ONNX, REPORT, metrics
 
 
@@ -43,7 +44,7 @@ class Candidate(NamedTuple):
 
 def main() -> None:
     """Register both, make champions of those whose gate allows it, print the summary."""
-    with one_line_errors("register"):
+    with one_line_errors("register"), timed("register"):
         params = load_params()
         card = check_card(AGENT)
         scores = read_json(metrics("evaluate"))
@@ -68,6 +69,7 @@ def main() -> None:
         versions = register(params, [agent, prover])
         write_json(metrics("register"), agent.verdict() | {"prover": prover.verdict()})
         summary([agent, prover], versions)
+        where_time_went()
 
 
 # ------------------------------------------------------------------------------------------------
@@ -297,6 +299,13 @@ def summary(candidates: list[Candidate], versions: list[tuple[int, str]]) -> Non
         ("MLflow", f"mlflow ui --backend-store-uri {_page_uri()}"),
     ):
         console.print(f"{what:<10} {where}")
+
+
+def where_time_went() -> None:
+    """Print the seconds of the stages that ran in this execution, if any trained."""
+    seconds = spent()
+    if set(seconds) - {"world"}:
+        print("\n".join(["", *table(seconds)]))
 
 
 def _page_uri() -> str:

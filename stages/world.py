@@ -25,6 +25,7 @@ from hamlet.artifacts import HamletError, sha256_path, write_json
 from hamlet.params import CHOSEN, PRESETS, Params, chosen_preset, load_params, read_overlay
 from hamlet.town import load_pack
 from stages.common import one_line_errors
+from stages.overall import timed
 
 WORLD = Path("artifacts/world.json")
 INPUTS = Path("inputs")
@@ -43,7 +44,7 @@ LIBRARIES = {
 
 
 def main() -> None:
-    with one_line_errors("world"):
+    with one_line_errors("world"), timed("world"):
         params, preset = load_params(), chosen_preset(Path())
         if preset:
             refuse_masked(preset)

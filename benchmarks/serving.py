@@ -1,15 +1,17 @@
 """Speed of `hamlet serve` against raw ONNX Runtime and `mlflow models serve`, one model for all.
 
     python -m benchmarks.serving [--agent artifacts/agent.onnx] [--rounds 3] [--seconds 2]
-    python -m benchmarks.serving soak [--minutes 10]
 
-Every round measures everything once, so that what the machine does meanwhile meets all alike; the
-ratios are those of the same round, their median counts. Both servers run with logs off on the same
-machine as the load, MLflow with one thread for ONNX Runtime and one worker (its default). The last
-line is JSON and is also written to benchmarks/results/serving.json.
+First the agent, then a plain GRU (`benchmarks/gru.py`), under "gru". Every round measures
+everything once, so that what the machine does meanwhile meets all alike; the ratios are those of
+the same round, their median counts. Both servers run with logs off on the same machine as the load,
+MLflow with one thread for ONNX Runtime and one worker (its default). The last line is JSON and is
+also written to benchmarks/results/serving.json.
 
-`soak` runs the server at 80 % of its peak, with 1 % malformed requests and another agent every 30
-seconds, and compares every action with raw ONNX Runtime; the last line is JSON too.
+`json64` is 64 connections with a session each, `websocket64` and `grpc64` are 64 connections with a
+life each, `lives32_json` and `lives32_binary` one connection whose requests tick 32 lives. Their
+`ticks_per_s` is 32 times their requests; `lives32_over_single` compares it with one connection that
+asks for one life at a time, the slower of JSON and binary.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -35,14 +37,16 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.serving_load import Talk, load
+from benchmarks.gru import write_gru
+from benchmarks.serving_load import message, upgrade
 from hamlet.artifacts import HamletError, write_card
-from hamlet.serving.agent import NEXT, STATE, OnnxAgent
+from hamlet.serving.agent import OnnxAgent
 from hamlet.serving.client import Agent
 from hamlet.serving.model import DATATYPES
 
 RESULTS = Path(__file__).parent / "results" / "serving.json"
 CONNECTIONS = (1, 16, 64, 256)
+LIVES = 32  # in one request
 Observation = dict[str, np.ndarray]
 Request = Callable[..., bytes]
 
@@ -54,17 +58,19 @@ Request = Callable[..., bytes]
 def observations(agent: OnnxAgent, count: int, seed: int = 0) -> list[Observation]:
     """Random legal observations without a batch, numbers with four digits as people send them."""
     rng = np.random.default_rng(seed)
+    signature = agent.signature
 
-    def field(name: str, entry: Mapping[str, Any]) -> np.ndarray:
-        shape, (low, high) = entry["shape"][1:], agent.card["limits"].get(name, (0, 1))
-        if entry["dtype"] == "float32":
-            return rng.uniform(max(low, -1), min(high, 1), shape).round(4).astype("float32")
-        if name == "action_mask":
-            return np.ones(shape, bool)
-        return rng.integers(low, high, shape, endpoint=True).astype(entry["dtype"])
+    def field(name: str) -> np.ndarray:
+        wanted = signature.inputs[name]
+        if name == signature.mask:
+            return np.ones(wanted.shape, bool)
+        if wanted.dtype == "float32":
+            low, high = max(wanted.low, -1), min(wanted.high, 1)
+            return rng.uniform(low, high, wanted.shape).round(4).astype("float32")
+        low, high = (wanted.low, wanted.high) if name in agent.card.get("limits", {}) else (0, 1)
+        return rng.integers(low, high, wanted.shape, endpoint=True).astype(wanted.dtype)
 
-    inputs = {n: e for n, e in agent.inputs.items() if not n.startswith(STATE)}
-    return [{n: field(n, e) for n, e in inputs.items()} for _ in range(count)]
+    return [{name: field(name) for name in signature.observation} for _ in range(count)]
 
 
 def as_json(x: np.ndarray) -> list[Any]:
@@ -98,6 +104,48 @@ def binary_request(observation: Observation, **parameters: Any) -> bytes:
     return http("POST", "/v2/models/hamlet-agent/infer", header + tail, length)
 
 
+def lives_request(binary: bool, rows: list[Observation], name: str, start: bool) -> bytes:
+    """One tick of as many lives as there are rows, asking for their actions."""
+    count = len(rows)
+    tensors = {field: np.stack([row[field] for row in rows]) for field in rows[0]}
+    ids = [f"{name}-{i}".encode() for i in range(count)]
+    described = [
+        {"name": n, "shape": x.shape, "datatype": DATATYPES[str(x.dtype)]}
+        for n, x in tensors.items()
+    ]
+    described.append({"name": "sequence_start", "shape": [count], "datatype": "BOOL"})
+    described.append({"name": "sequence_id", "shape": [count], "datatype": "BYTES"})
+    outputs: dict[str, Any] = {"name": "action"}
+    if not binary:
+        values = [*map(as_json, tensors.values()), [start] * count, [i.decode() for i in ids]]
+        inputs = [{**d, "data": data} for d, data in zip(described, values, strict=True)]
+        body = json.dumps({"inputs": inputs, "outputs": [outputs]}).encode()
+        return http("POST", "/v2/models/hamlet-agent/infer", body)
+    parts = [x.tobytes() for x in tensors.values()]
+    parts += [bytes([start] * count), b"".join(len(i).to_bytes(4, "little") + i for i in ids)]
+    inputs = [
+        {**d, "parameters": {"binary_data_size": len(part)}}
+        for d, part in zip(described, parts, strict=True)
+    ]
+    outputs["parameters"] = {"binary_data": True}
+    header = json.dumps({"inputs": inputs, "outputs": [outputs]}).encode()
+    length = f"Inference-Header-Content-Length: {len(header)}\r\n"
+    return http("POST", "/v2/models/hamlet-agent/infer", header + b"".join(parts), length)
+
+
+def grpc_request(observation: Observation) -> bytes:
+    """A request of a stream's own life, asking for the action."""
+    from hamlet.serving.oip import MESSAGES
+
+    request = MESSAGES["ModelInferRequest"](model_name="hamlet-agent")
+    for name, x in observation.items():
+        datatype = DATATYPES[str(x.dtype)]
+        request.inputs.add(name=name, datatype=datatype, shape=[1, *x.shape])
+        request.raw_input_contents.append(x.tobytes())
+    request.outputs.add(name="action")
+    return request.SerializeToString()
+
+
 def http(method: str, path: str, body: bytes = b"", headers: str = "") -> bytes:
     head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
     return f"{head}Content-Type: application/json\r\n{headers}\r\n".encode() + body
@@ -114,16 +162,17 @@ def free_port() -> int:
 
 
 @contextmanager
-def hamlet(agent: Path, *options: str) -> Iterator[tuple[int, subprocess.Popen[str]]]:
-    """`hamlet serve`: its port and its process."""
+def hamlet(agent: Path, *options: str) -> Iterator[tuple[int, int, subprocess.Popen[str]]]:
+    """`hamlet serve`: its ports for HTTP and, if asked for, gRPC, and its process."""
     command = [sys.executable, "-c", "from hamlet.cli import app; app()", "serve", str(agent)]
-    with subprocess.Popen(
-        [*command, "--port", "0", *options], stderr=subprocess.PIPE, text=True
-    ) as process:
+    options = ("--port", "0", "--name", "hamlet-agent", *options)
+    with subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        port = 0
+        port = grpc_port = 0
         for line in process.stderr:
             told = json.loads(line) if line.startswith("{") else {"event": line}
+            if told["event"] == "serving grpc":
+                grpc_port = told["port"]
             if told["event"] == "serving":
                 port = int(told["url"].rpartition(":")[2])
                 break
@@ -132,7 +181,7 @@ def hamlet(agent: Path, *options: str) -> Iterator[tuple[int, subprocess.Popen[s
         drained = threading.Thread(target=process.stderr.read)  # a full pipe would stop it
         drained.start()
         try:
-            yield port, process
+            yield port, grpc_port, process
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
@@ -197,9 +246,46 @@ def over_http(port: int, plans: list[list[bytes]], seconds: float, folder: Path)
     command = [sys.executable, str(script), "127.0.0.1", str(port), str(seconds), str(file)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
-    if found["statuses"].keys() != {"200"} or found["closed"]:
+    if not {"200"} <= found["statuses"].keys() <= {"200", "101"} or found["closed"]:
         raise SystemExit(f"not all requests were answered with 200: {found}")
     return found
+
+
+def over_websocket(
+    port: int, seen: list[Observation], count: int, seconds: float, folder: Path
+) -> dict[str, Any]:
+    """A connection and a life each."""
+    bodies = [json_request(o).partition(b"\r\n\r\n")[2] for o in seen]
+    begin = upgrade("/v2/models/hamlet-agent/stream")
+    plans = [[begin, *(message(body) for body in bodies[i % 4 :: 4])] for i in range(count)]
+    return over_http(port, plans, seconds, folder)
+
+
+def over_grpc(
+    port: int, seen: list[Observation], count: int, seconds: float, folder: Path
+) -> dict[str, Any]:
+    """A stream and a life each."""
+    file = folder / "streams"
+    requests = [grpc_request(o).hex() for o in seen]
+    file.write_text("\n".join(json.dumps(requests[i % 4 :: 4]) for i in range(count)))
+    script = Path(__file__).with_name("serving_grpc_load.py")
+    command = [sys.executable, str(script), str(port), str(seconds), str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr.strip().splitlines()[-1])
+    return json.loads(done.stdout)
+
+
+def over_lives(
+    binary: bool, port: int, seen: list[Observation], name: str, seconds: float, folder: Path
+) -> dict[str, Any]:
+    """One connection whose requests tick 32 lives."""
+    rows = [[seen[(i + tick) % len(seen)] for i in range(LIVES)] for tick in range(len(seen))]
+    plan = [
+        lives_request(binary, row, name, tick == 0) for tick, row in enumerate([rows[0], *rows])
+    ]
+    found = over_http(port, [plan], seconds, folder)
+    return {**found, "ticks_per_s": LIVES * found["requests_per_s"]}
 
 
 def sessions(request: Request, seen: list[Observation], count: int, name: str) -> list[list[bytes]]:
@@ -217,12 +303,9 @@ def mlflow_plans(agent: OnnxAgent, seen: list[Observation], count: int) -> list[
     """The same ticks, with the state in the request: the clock goes round as it does in a life."""
 
     def request(observation: Observation, clock: int) -> bytes:
-        state = {
-            name: np.zeros((1, *entry["shape"][1:]), entry["dtype"])
-            for name, entry in agent.inputs.items()
-            if name.startswith(STATE)
-        }
-        state["state_clock"][:] = clock
+        state = agent.start(1)
+        if agent.signature.clock:
+            state[agent.signature.clock][:] = clock
         rows = {n: x[None].round(4).tolist() for n, x in observation.items() if x.dtype != bool}
         rows |= {n: x[None].tolist() for n, x in observation.items() if x.dtype == bool}
         rows |= {n: x.tolist() for n, x in state.items()}
@@ -240,14 +323,15 @@ class Raw:
     def __init__(self, agent: OnnxAgent, seen: list[Observation], batch: int) -> None:
         self.agent = agent
         self.state = agent.start(batch)
-        self.state["state_clock"] = np.arange(batch)
+        if agent.signature.clock:
+            self.state[agent.signature.clock] = np.arange(batch)
         picked = [seen[i % len(seen)] for i in range(batch)]
         self.feeds = {name: np.stack([o[name] for o in picked]) for name in seen[0]}
 
     def tick(self) -> np.ndarray:
         values = self.agent.session.run(None, {**self.feeds, **self.state})
         named = dict(zip(self.agent.outputs, values, strict=True))
-        self.state = {name: named[NEXT + name.removeprefix(STATE)] for name in self.state}
+        self.state = {name: named[after] for name, after in self.agent.signature.states.items()}
         return named["action"]
 
 
@@ -269,13 +353,13 @@ def compare(path: Path, rounds: int, seconds: float) -> dict[str, Any]:
     with (
         tempfile.TemporaryDirectory() as name,
         mlflow_serve(path, Path(name)) as theirs,
-        hamlet(path) as (ours, _),
+        hamlet(path, "--grpc-port", "0") as (ours, ours_grpc, _),
     ):
         folder = Path(name)
         for _ in range(rounds):
             one: dict[str, Any] = {}
-            for batch, life in raw.items():
-                t = times(life.tick, seconds / 2)
+            for batch, alone in raw.items():
+                t = times(alone.tick, seconds / 2)
                 one[f"ort{batch}"] = {
                     "requests_per_s": batch * len(t) / sum(t),
                     "p50_ms": 1e3 * median(t),
@@ -292,6 +376,12 @@ def compare(path: Path, rounds: int, seconds: float) -> dict[str, Any]:
                 for count in CONNECTIONS:
                     plans = sessions(request, seen, count, f"bench-{next(numbers)}")
                     one[f"{kind}{count}"] = over_http(ours, plans, seconds, folder)
+            one["websocket64"] = over_websocket(ours, seen, 64, seconds, folder)
+            one["grpc64"] = over_grpc(ours_grpc, seen, 64, seconds, folder)
+            for kind in ("json", "binary"):
+                life = f"bench-{next(numbers)}"
+                binary = kind == "binary"
+                one[f"lives32_{kind}"] = over_lives(binary, ours, seen, life, seconds, folder)
             found.append(one)
     return summed_up(found)
 
@@ -313,26 +403,26 @@ def summed_up(found: list[dict[str, Any]]) -> dict[str, Any]:
         ),
         "p50_1_ms": middle(lambda o: max(o["json1"]["p50_ms"], o["binary1"]["p50_ms"])),
         "client_over_ort": middle(lambda o: o["client_over_ort"]),
+        "lives32_over_single": middle(
+            lambda o: min(
+                o[f"lives32_{kind}"]["ticks_per_s"] / speed(o, f"{kind}1")
+                for kind in ("json", "binary")
+            )
+        ),
     }
-    print(f"{'':>10} {'requests/s':>10} {'p50 ms':>8} {'p99 ms':>8}")
+    print(f"{'':>14} {'requests/s':>10} {'p50 ms':>8} {'p99 ms':>8}")
     for name in (n for n in found[0] if n != "client_over_ort"):
         row = [
             middle(lambda o, at=(name, key): o[at[0]][at[1]])  # type: ignore[misc]
             for key in ("requests_per_s", "p50_ms", "p99_ms")
         ]
-        print(f"{name:>10} {row[0]:>10.0f} {row[1]:>8} {row[2]:>8}")
+        print(f"{name:>14} {row[0]:>10.0f} {row[1]:>8} {row[2]:>8}")
         result[name] = dict(zip(("requests_per_s", "p50_ms", "p99_ms"), row, strict=True))
     return result
 
 
 # ------------------------------------------------------------------------------------------------
-# Soak
-
-TICKS = 50  # of a life
-LIVES = 100  # different ones
-RELOAD_SECONDS = 30.0
-MALFORMED = 100  # one request in so many
-NAMELESS = "soak-........."
+# Deployments
 
 
 def another(path: Path, folder: Path) -> Path:
@@ -361,171 +451,22 @@ def put(source: Path, target: Path) -> None:
         os.replace(target.with_name(f"{name}.new"), target.with_name(name))
 
 
-def lives(agent: OnnxAgent, seen: list[Observation]) -> list[list[int]]:
-    """The actions of LIVES lives by raw ONNX Runtime; life i has seed i, begins at seen[i]."""
-    state = agent.start(LIVES)
-    state["state_rng"] = np.arange(LIVES)
-    actions = []
-    for tick in range(TICKS):
-        now = [seen[(i + tick) % len(seen)] for i in range(LIVES)]
-        decision = agent.act({n: np.stack([o[n] for o in now]) for n in now[0]}, state)
-        actions.append(decision.action.tolist())
-        state = decision.state
-    return [list(life) for life in zip(*actions, strict=True)]
-
-
-class Judge:
-    """Talks to the server as many sessions and compares every action with what it must be."""
-
-    def __init__(self, seen: list[Observation], expected: dict[str, list[list[int]]]) -> None:
-        self.seen, self.expected = seen, expected
-        self.lives = self.ticks = self.malformed = 0
-        self.wrong: list[str] = []
-        self.versions: dict[str, int] = dict.fromkeys(expected, 0)
-        self._names = itertools.count()
-        self._turns = itertools.count(1)
-        # Requests are prepared, with a name of the right length to be replaced, and so are answers.
-        self._first = [
-            [json_request(o, sequence_id=NAMELESS, sequence_start=True, seed=i) for o in seen]
-            for i in range(LIVES)
-        ]
-        self._next = [json_request(o, sequence_id=NAMELESS) for o in seen]
-        self._last = [json_request(o, sequence_id=NAMELESS, sequence_end=True) for o in seen]
-        self._answers = {
-            (
-                f'{{"model_name":"hamlet-agent","model_version":"{version}","outputs":[{{"name":'
-                f'"action","datatype":"INT64","shape":[1],"data":[{action}]}}]}}'
-            ).encode(): (version, action)
-            for version in expected
-            for action in range(32)
-        }
-
-    def talk(self) -> Talk:
-        while True:
-            number = next(self._names)
-            life, name = number % LIVES, b"soak-%09d" % number
-            version = ""
-            for tick in range(TICKS):
-                while next(self._turns) % MALFORMED == 0:
-                    response = yield self._nonsense(name.decode())
-                    self.malformed += 1
-                    if not response.startswith(b"HTTP/1.1 4"):
-                        self.wrong.append(f"nonsense was answered with {response[:200]!r}")
-                at = (life + tick) % len(self.seen)
-                if tick == 0:
-                    request = self._first[life][at]
-                else:
-                    request = (self._last if tick == TICKS - 1 else self._next)[at]
-                response = yield request.replace(NAMELESS.encode(), name)
-                answer = self._answers.get(response[response.find(b"\r\n\r\n") + 4 :])
-                if answer is None or not response.startswith(b"HTTP/1.1 200"):
-                    self.wrong.append(f"{name!r} tick {tick}: {response[:300]!r}")
-                    break
-                version = version or answer[0]
-                if answer != (version, self.expected[version][life][tick]):
-                    self.wrong.append(f"{name!r} tick {tick}: {answer}, begun on {version}")
-                self.ticks += 1
-            self.lives += 1
-            self.versions[version] = self.versions.get(version, 0) + 1
-
-    def _nonsense(self, name: str) -> bytes:
-        kind = self.malformed % 5
-        good = json_request(self.seen[0], sequence_id=name)
-        if kind == 0:
-            return http("POST", "/v2/models/hamlet-agent/infer", b'{"inputs": [')
-        if kind == 1:
-            return json_request({**self.seen[0], "view": np.full((5, 5), 99, "uint8")},
-                                sequence_id=f"{name}-bad", sequence_start=True)  # fmt: skip
-        if kind == 2:
-            return json_request(self.seen[0], sequence_id=f"{name}-unknown")
-        if kind == 3:
-            return good.replace(b"UINT8", b"INT32")
-        return http("POST", "/act", b"[]")
-
-
-def memory_mb(pid: int) -> float:
-    import psutil
-
-    return psutil.Process(pid).memory_info().rss / 1e6
-
-
-def soak(path: Path, minutes: float) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        versions = {"a": path, "b": another(path, folder / "b")}
-        served = folder / "served" / path.name
-        served.parent.mkdir()
-        put(path, served)
-        agents = [OnnxAgent(p) for p in versions.values()]
-        seen = observations(agents[0], 16)
-        expected = {a.card["sha256"][:12]: lives(a, seen) for a in agents}
-        if expected[agents[0].card["sha256"][:12]] == expected[agents[1].card["sha256"][:12]]:
-            raise SystemExit("both agents act alike: a mixed version could not be seen")
-        with hamlet(served) as (port, process):
-            judge = Judge(seen, expected)
-            peak = load("127.0.0.1", port, [judge.talk() for _ in range(64)], 8.0)
-            rate = 0.8 * peak["requests_per_s"]
-            print(f"peak {peak['requests_per_s']:.0f} requests/s, soak at {rate:.0f}", flush=True)
-            over = threading.Event()
-            memory: list[float] = []
-
-            def reload() -> None:
-                for turn in itertools.cycle(("b", "a")):
-                    for _ in range(int(RELOAD_SECONDS)):
-                        if over.wait(1.0):
-                            return
-                        memory.append(memory_mb(process.pid))
-                    put(versions[turn], served)
-
-            thread = threading.Thread(target=reload)
-            thread.start()
-            judge = Judge(seen, expected)
-            judge._names = itertools.count(10_000_000)
-            talks = [judge.talk() for _ in range(64)]
-            try:
-                found = load("127.0.0.1", port, talks, 60 * minutes, rate)
-            finally:
-                over.set()
-                thread.join()
-            text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
-        counted = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
-        early = memory[len(memory) // 4 : len(memory) // 2]  # after the first reloads
-        late = memory[-len(early) :]
-        result = {
-            **found,
-            "lives": judge.lives,
-            "ticks": judge.ticks,
-            "malformed": judge.malformed,
-            "wrong": len(judge.wrong),
-            "lives_by_version": judge.versions,
-            "reloads": int(counted['hamlet_reloads_total{result="done"}']),
-            "reloads_failed": int(counted['hamlet_reloads_total{result="failed"}']),
-            "memory_mb": {"early": median(early), "late": median(late), "most": max(memory)},
-            "memory_mb_every_30_s": [round(x, 1) for x in memory[::30]],
-        }
-        for line in judge.wrong[:10]:
-            print(line)
-        return result
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", nargs="?", choices=["compare", "soak"], default="compare")
     parser.add_argument("--agent", type=Path, default=Path("artifacts/agent.onnx"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=2.0)
-    parser.add_argument("--minutes", type=float, default=10.0)
     given = parser.parse_args()
     try:
-        if given.what == "soak":
-            result = soak(given.agent, given.minutes)
-        else:
-            result = compare(given.agent, given.rounds, given.seconds)
+        result = compare(given.agent, given.rounds, given.seconds)
+        print("a plain GRU:")
+        with tempfile.TemporaryDirectory() as folder:
+            gru = write_gru(Path(folder) / "gru.onnx")
+            result["gru"] = compare(gru, given.rounds, given.seconds)
     except HamletError as error:
         raise SystemExit(str(error)) from None
-    name = "serving" if given.what == "compare" else "serving_soak"
     RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.with_stem(name).write_text(json.dumps(result, indent=2) + "\n")
+    RESULTS.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result))
 
 

@@ -48,12 +48,45 @@ class Connection:
 
 
 def response_length(got: bytes) -> int | None:
-    """Length of a whole response with its headers, or None if the headers are not complete."""
+    """Length of a whole HTTP response or WebSocket message (of one unmasked frame), or None if not
+    enough of it is here to know."""
+    if got[:1] != b"H":
+        if len(got) < 2:
+            return None
+        short, more = got[1], {126: 2, 127: 8}.get(got[1], 0)
+        if len(got) < 2 + more:
+            return None
+        return 2 + more + (int.from_bytes(got[2 : 2 + more]) if more else short)
     end = got.find(b"\r\n\r\n")
     if end < 0:
         return None
     at = got.find(b"content-length: ", 0, end)
     return end + 4 + (int(got[at + 16 : got.find(b"\r", at)]) if at > 0 else 0)
+
+
+def status_of(response: bytes) -> bytes:
+    """The status of an HTTP response; of a WebSocket message 200, or 400 where it is no answer."""
+    if response[:1] == b"H":
+        return response[9:12]
+    return b"200" if b'"outputs"' in response else b"400"
+
+
+def upgrade(path: str) -> bytes:
+    """The request that begins a WebSocket."""
+    return (
+        f"GET {path} HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\n"
+        "Connection: Upgrade\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+        "Sec-WebSocket-Version: 13\r\n\r\n"
+    ).encode()
+
+
+def message(text: bytes) -> bytes:
+    """A text message of a client; its mask is zero, which changes nothing."""
+    if len(text) < 126:
+        size = bytes([0x80 | len(text)])
+    else:
+        size = bytes([0x80 | 126]) + len(text).to_bytes(2)
+    return b"\x81" + size + bytes(4) + text
 
 
 def load(
@@ -105,7 +138,7 @@ def load(
             if response is None:
                 continue
             now = time.perf_counter()
-            statuses[response[9:12]] += 1
+            statuses[status_of(response)] += 1
             if now > measured_from:
                 latencies.append(now - connection.sent_at)
             try:

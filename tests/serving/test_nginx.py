@@ -19,6 +19,7 @@ from websockets.sync.client import connect
 
 from benchmarks.gru import SEEN, lives, write_gru
 from benchmarks.serving import free_port
+from hamlet.serving.client import Agent
 
 NGINX = shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
 pytestmark = [
@@ -84,7 +85,7 @@ def tick(port: int, life: str, row, start: bool) -> Answer:
         "outputs": [{"name": "action"}],
         "parameters": {"sequence_id": life, "sequence_start": start},
     }
-    return ask(port, "models/gru/infer", body, X_Sequence_Id=life)
+    return ask(port, "models/gru/infer", body, Hamlet_Session=life)
 
 
 def test_a_life_stays_where_it_is_and_is_told_when_that_is_gone(place, tmp_path):
@@ -129,6 +130,17 @@ def test_a_websocket_and_a_grpc_stream_through_it(place, tmp_path):
             obs = triton.InferInput("obs", [1, SEEN], "FP32")
             obs.set_data_from_numpy(seen[t, 1:])
             told = client.infer(
-                "gru", [obs], sequence_id=5, sequence_start=t == 0, headers={"x-sequence-id": "5"}
+                "gru", [obs], sequence_id=5, sequence_start=t == 0, headers={"hamlet-session": "5"}
             )
             assert told.as_numpy("action").tolist() == [expected[t, 1]]
+
+
+def test_our_client_stays_with_its_server(place, tmp_path):
+    servers, port, _ = place
+    seen, expected = lives(tmp_path / "gru.onnx", TICKS, 8)
+    for life in range(8):
+        with Agent(f"http://127.0.0.1:{port}") as agent:
+            assert [agent.act({"obs": row}) for row in seen[:, life]] == expected[:, life].tolist()
+    opened = [server.metric("hamlet_sessions_opened_total") for server in servers]
+    assert sum(opened) == 8
+    assert min(opened) > 0

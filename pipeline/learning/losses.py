@@ -37,6 +37,18 @@ def weighted_means(terms: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tens
     return {name: summed / count.clamp_min(1.0) for name, summed, count in pairs}
 
 
+def weighted_sum(losses: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    """Sum of losses, each times its weight.
+
+    Raises:
+        ValueError: a loss without a weight, or a weight without a loss.
+    """
+    if losses.keys() != weights.keys():
+        unknown = sorted(losses.keys() ^ weights.keys())
+        raise ValueError(f"loss terms and their weights differ in {', '.join(unknown)}")
+    return torch.stack([losses[name] * weight for name, weight in weights.items()]).sum()
+
+
 def normalise(advantages: Tensor, weight: Tensor) -> Tensor:
     """Zero mean and unit deviation over the rows that count."""
     mean = weighted_mean(advantages, weight)

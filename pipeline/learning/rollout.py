@@ -108,18 +108,16 @@ def learn(
 
     Args:
         experience: every update is given a minibatch of each of these.
-        max_kl: no further epoch begins once `approx_kl` (nats) of a minibatch went above it: the
-            early stop of Spinning Up's PPO (Achiam 2018). Looked at once per epoch.
+        max_kl: no further minibatch is learned from once `approx_kl` (nats) of one went above it:
+            the early stop of Spinning Up's PPO (Achiam 2018), which acts in a single epoch too.
     """
     diagnostics: Record = {}
     for _ in range(epochs):
-        divergence = []
         parts = [buffer.minibatches(minibatches, generator) for buffer in experience]
         for batches in zip(*parts, strict=True):
             diagnostics = update(*batches)
-            divergence += [diagnostics["approx_kl"]] if "approx_kl" in diagnostics else []
-        if divergence and bool(torch.stack(divergence).max() > max_kl):
-            break
+            if "approx_kl" in diagnostics and bool(diagnostics["approx_kl"] > max_kl):
+                return diagnostics
     return diagnostics
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from hamlet.learning import distributed
 from hamlet.learning.checkpoint import Checkpoint
 from hamlet.learning.log import Log
-from hamlet.learning.losses import weighted_means
+from hamlet.learning.losses import weighted_means, weighted_sum
 from hamlet.learning.sequences import SequenceReader, per_agent
 from hamlet.learning.update import Update
 from hamlet.modules.contracts import TownShape, others_of
@@ -20,6 +20,8 @@ from hamlet.modules.social import Social
 from hamlet.params import SocialParams
 
 HISTORY_TICKS = (1, 5, 20)
+IMPORTANCE = {"goal": 1.0, "next_action": 1.0}
+"""Weights of the terms of the loss."""
 
 
 def with_labels(data: TensorDict, beliefs: TensorDict) -> TensorDict:
@@ -107,7 +109,7 @@ def train_social(
     def loss(chunk: TensorDict, state: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         parts, after = social_loss(model, chunk, state)
         carried[:] = [after.detach()]
-        return parts["goal"] + parts["next_action"], parts
+        return weighted_sum(parts, IMPORTANCE), parts
 
     update = Update(loss, model.parameters(), learning_rate=params.learning_rate)
     saved = Checkpoint(checkpoint, {"model": model, "update": update, "reader": reader})

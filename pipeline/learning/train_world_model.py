@@ -14,7 +14,7 @@ from hamlet.learning import distributed
 from hamlet.learning.checkpoint import Checkpoint
 from hamlet.learning.float8 import in_precision
 from hamlet.learning.log import Log
-from hamlet.learning.losses import weighted_means
+from hamlet.learning.losses import weighted_means, weighted_sum
 from hamlet.learning.returns import discounted
 from hamlet.learning.update import Update
 from hamlet.modules.contracts import METERS, TownShape
@@ -24,7 +24,11 @@ from hamlet.profiling import region
 
 REPORT_TICKS = (1, 5, 15, 50)
 INPUTS = ("mean", "log_std", "known_state", "action")
-IMPORTANCE = {"known_state": 4.0, "reward": 10.0, "free": 0.3, "error": 0.1}
+IMPORTANCE = {
+    "mean": 1.0, "log_std": 1.0, "known_state": 4.0, "reward": 10.0, "continue": 1.0, "value": 1.0,
+    "legal": 1.0, "free": 0.3, "error": 0.1,
+}  # fmt: skip
+"""Weights of the terms of the loss."""
 SCALED = ("mean", "log_std", "known_state", "continue", "value", "legal", "free", "log_error")
 
 
@@ -138,10 +142,9 @@ def world_model_loss(model: WorldModel, window: TensorDict) -> tuple[Tensor, dic
             "error": (likelihood, survived),
         }
         for name, value in weighted_means(parts).items():
-            scaled = value * IMPORTANCE.get(name, 1.0)
-            sums[name] = sums.get(name, torch.zeros(())) + scaled / horizon
+            sums[name] = sums.get(name, torch.zeros(())) + value / horizon
         mean, log_std, known, weight = p.mean, p.log_std, p.known_state, survived
-    return torch.stack(list(sums.values())).sum(), sums
+    return weighted_sum(sums, IMPORTANCE), sums
 
 
 def output_scale(model: WorldModel, window: TensorDict) -> Tensor:

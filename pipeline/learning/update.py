@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hamlet.artifacts import HamletError
 from hamlet.learning.compiling import inductor_options
 from hamlet.learning.distributed import sum_gradients
 from hamlet.learning.precision import Precision, autocast
@@ -117,11 +118,16 @@ class Update:
         return self._loss
 
     def __call__(self, *batch: Tensor) -> dict[str, Tensor]:
-        """Take one step; returns detached scalars (no host synchronisation)."""
+        """Take one step; returns detached scalars.
+
+        Raises:
+            HamletError: the loss or a gradient is not a finite number (with a scaler, which skips
+                steps that overflow: the loss is NaN). The weights are those before the step.
+        """
         with region("loss"):
             loss, diagnostics = self._gradients(batch)
         with region("optimizer"):
-            norm = self._apply()
+            norm = self._apply(loss, diagnostics)
         told = {"loss": loss, "grad_norm": norm} | diagnostics
         told["compile_active"] = torch.tensor(float(self.compile_active))
         # The next replay writes where this one's results are.
@@ -146,11 +152,21 @@ class Update:
         self._first = False
         return loss, diagnostics
 
-    def _apply(self) -> Tensor:
+    def _apply(self, loss: Tensor, diagnostics: dict[str, Tensor]) -> Tensor:
         """Clip and step; returns the norm of the gradients before clipping."""
         sum_gradients(self.parameters)
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
+        # A scaler skips the steps whose gradients overflow, and with them infinite losses.
+        scaled = self.scaler.is_enabled()
+        if bool(loss.isnan()) if scaled else not bool((loss.detach() + norm).isfinite()):
+            told = {"loss": loss, **diagnostics, "grad_norm": norm}
+            wrong = [name for name, value in told.items() if not bool(value.isfinite().all())]
+            raise HamletError(
+                f"training stopped: not a finite number: {', '.join(wrong)}",
+                "look for nan or inf in the rewards and observations, or lower the learning rate; "
+                "the last checkpoint is from before it",
+            )
         if self.scaler.is_enabled():
             before = self.scaler.get_scale()
             self.scaler.step(self.optimizer)

@@ -486,7 +486,7 @@ class Mind(nn.Module):
             self.policy.goal_logits(prior, candidates, returns, future.confidence),
             future.actions,
             future.rewards,
-            future.known_state[..., :8],
+            future.known_state[..., :METERS],
             returns,
             future.confidence,
             future.uncertainty_reason,

@@ -26,7 +26,9 @@ from hamlet.modules.contracts import (
     TownShape,
 )
 
-VISION = 2  # cells that the 5x5 view shows to each side
+VISION = 2  # cells that the view shows to each side
+SIDE = 2 * VISION + 1
+VIEW = SIDE * SIDE
 LOG_STD_MIN = -5.0
 LOG_STD_MAX = 2.0
 LOCATION_SCALE = 60.0  # certainty needs log-odds of 10 to 20: far for steps of a few thousandths
@@ -75,9 +77,9 @@ class Perception(nn.Module):
         for place, cue in enumerate(shape.telling_cues):
             rank[cue] = place + 1
         self.register_buffer("telling_rank", rank, persistent=False)
-        in_view = torch.arange(25)
-        self.register_buffer("view_x", in_view % 5 - VISION, persistent=False)
-        self.register_buffer("view_y", in_view // 5 - VISION, persistent=False)
+        in_view = torch.arange(VIEW)
+        self.register_buffer("view_x", in_view % SIDE - VISION, persistent=False)
+        self.register_buffer("view_y", in_view // SIDE - VISION, persistent=False)
         is_x = torch.tensor([True, False]).repeat(shape.num_affordances)
         self.register_buffer("is_x", is_x, persistent=False)
         self.register_buffer("cached_odds", None, persistent=False)
@@ -105,7 +107,7 @@ class Perception(nn.Module):
         width, height = self.shape.width, self.shape.height
         on_map = (column >= 0) & (column < width) & (row >= 0) & (row < height)
         seen = view.flatten(1).to(memory.dtype) + 1
-        own = seen[:, 12:13]  # written again in place of what is not on the map
+        own = seen[:, VIEW // 2, None]  # written again in place of what is not on the map
         cell = torch.where(on_map, row * width + column, y * width + x)
         return memory.scatter(1, cell, torch.where(on_map, seen, own))
 
@@ -328,15 +330,15 @@ class PerceptionHeads(nn.Module):
         def decoder(inputs: int, outputs: int) -> nn.Sequential:
             return nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, outputs))
 
-        self.background = decoder(known + 2, 25 * 2)  # empty ground or outside the map
+        self.background = decoder(known + 2, VIEW * 2)  # empty ground or outside the map
         self.sharpness = nn.Parameter(torch.tensor(8.0))
         self.step = nn.Embedding(shape.num_actions, 2)
         nn.init.zeros_(self.step.weight)  # begin with: nothing moves
         self.succeeds = decoder(known + shape.num_actions, 1)
-        self.occupancy = decoder(known, 25)
+        self.occupancy = decoder(known, VIEW)
         self.others_meters = decoder(known, shape.num_others * METERS)
-        column = torch.arange(25) % 5 - 2
-        row = torch.arange(25) // 5 - 2
+        column = torch.arange(VIEW) % SIDE - VISION
+        row = torch.arange(VIEW) // SIDE - VISION
         cells = torch.stack([column, row], -1).float()
         self.register_buffer("view_cells", cells, persistent=False)
 
@@ -346,7 +348,7 @@ class PerceptionHeads(nn.Module):
         places = belief[..., : 2 * self.shape.num_affordances].unflatten(-1, (-1, 2)) * size
         distance = self.view_cells[:, None] - (places - step.unsqueeze(-2)).unsqueeze(-3)
         there = (-2 * distance.square().sum(-1)).exp() * self.sharpness * 2 - self.sharpness
-        ground = self.background(torch.cat([belief, known, step], -1)).unflatten(-1, (25, 2))
+        ground = self.background(torch.cat([belief, known, step], -1)).unflatten(-1, (VIEW, 2))
         return torch.cat([ground[..., :1], there, ground[..., 1:]], -1)
 
     def forward(

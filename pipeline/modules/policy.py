@@ -23,6 +23,8 @@ HOUR_UNITS = (1 / 12, 1 / 12, 10.0)
 PLACE_FACTS = 16
 DOUBT = -3.5
 """log_std in map sizes from which on a place is not known; it is surely unknown 1 above it."""
+VITAL = ("energy", "health")
+"""Meters whose lack is an emergency."""
 BROKE, FRESH, IDLING, EARNING = 0.12, 0.9, -3.0, 2.0
 """With money under the first and energy under the second, resting and what earns money are thought
 so much likelier (nats) than imitation says."""
@@ -75,6 +77,7 @@ class Policy(nn.Module):
         )
         self.money = shape.meter_names.index("money")
         self.energy = shape.meter_names.index("energy")
+        self.vital = [shape.meter_names.index(name) for name in VITAL]
         self.prospects = Prospects(menu, self.money)
         self.controller = mlp(base + shape.num_goals + 8, width, shape.num_actions)
         # How much an imagined advantage speaks for a goal: starts at no influence.
@@ -209,8 +212,8 @@ class Policy(nn.Module):
         target = self.goal_targets[goal]
         asked = target > 0
         reached = asked.any(-1) & ((meters >= target) | ~asked).all(-1)
-        low = torch.stack([meters[..., 0], meters[..., 6]], -1) < self.emergency
-        served = torch.stack([asked[..., 0], asked[..., 6]], -1)
+        low = meters[..., self.vital] < self.emergency
+        served = asked[..., self.vital]
         emergency = (low & ~served).any(-1) & (age >= 2)
         return reached | emergency | (age >= self.meta_period) | (age == 0)
 

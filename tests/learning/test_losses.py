@@ -14,6 +14,7 @@ from hamlet.learning.losses import (
     normalise,
     ppo_policy_loss,
     value_loss,
+    weighted_sum,
 )
 from hamlet.modules.categorical import log_prob_of, masked_logits
 
@@ -143,3 +144,12 @@ def test_normalised_advantages_have_mean_zero_and_deviation_one(rng):
     got = normalise(advantages, weight)[weight.bool()]
     assert got.mean().item() == pytest.approx(0, abs=1e-5)
     assert got.std(unbiased=False).item() == pytest.approx(1, rel=1e-4)
+
+
+def test_a_loss_without_a_weight_is_an_error_and_so_is_a_weight_without_a_loss():
+    losses = {"one": torch.tensor(2.0), "two": torch.tensor(3.0)}
+    assert weighted_sum(losses, {"one": 0.5, "two": 2.0}) == 7.0
+    with pytest.raises(ValueError, match=r"differ in two$"):
+        weighted_sum(losses, {"one": 1.0})
+    with pytest.raises(ValueError, match=r"differ in three$"):
+        weighted_sum(losses, {"one": 1.0, "two": 1.0, "three": 1.0})

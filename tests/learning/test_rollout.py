@@ -204,7 +204,7 @@ def test_the_player_alone_runs_in_the_precision_asked_for(town):
     assert half[0]["meters"].dtype == half[2]["reward"].dtype == torch.float32
 
 
-def test_an_epoch_too_far_from_the_old_policy_is_the_last():
+def test_a_minibatch_too_far_from_the_old_policy_is_the_last():
     weight = torch.nn.Parameter(torch.zeros(1))
     buffer = RolloutBuffer(4)
     for _ in range(4):
@@ -226,10 +226,11 @@ def test_an_epoch_too_far_from_the_old_policy_is_the_last():
         assert set(counted) == {6}
         return len(counted)
 
-    # Before step n the divergence is 0.1 n: the second epoch ends at 0.3, the third at 0.5.
+    # At step n, from 0, the divergence is 0.1 n; the first epoch has two of the ten steps.
     assert steps_taken(10.0) == 10
     assert steps_taken(0.45) == 6
     assert steps_taken(0.25) == 4
+    assert steps_taken(0.05) == 2
 
 
 def test_an_update_is_given_a_minibatch_of_every_buffer():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from hamlet.artifacts import HamletError
 from hamlet.learning import update as update_module
 from hamlet.learning.precision import DTYPES, autocast, set_precision
 from hamlet.learning.update import Update, fused_adam, to_device
@@ -301,3 +302,23 @@ def test_replayed_steps_are_eager_steps():
         told = [update(x, y)["error"] for x, y in feed]
         ends.append((weights(twin), torch.stack(told)))
     torch.testing.assert_close(ends[1], ends[0], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("wrong", ["loss", "gradient"])
+def test_what_is_not_a_number_stops_training_before_the_weights_are_touched(wrong, precision):
+    """A NaN reward, or the root of zero, whose gradient is not a number: told by name."""
+    model, plain, _ = learner()
+
+    def loss(x, y):
+        error, told = plain(x, y)
+        root = (model(x).square().sum() * 0).sqrt() if wrong == "gradient" else 0.0
+        return error + root, told
+
+    update = Update(loss, model.parameters(), learning_rate=0.1, precision=precision)
+    x, y = next(batches(1))
+    before = weights(model)
+    told = "loss, error, grad_norm" if wrong == "loss" else "grad_norm"
+    with pytest.raises(HamletError, match=f"not a finite number: {told}: look for nan"):
+        update(x, y * torch.nan if wrong == "loss" else y)
+    assert torch.equal(weights(model), before)

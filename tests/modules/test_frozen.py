@@ -136,7 +136,7 @@ def test_parity_tells_another_module_apart(shape, tmp_path):
     module, states = write("social", shape, tmp_path / "m.pt2")
     frozen, _ = load_frozen(tmp_path / "m.pt2")
     with torch.no_grad():
-        module.elsewhere.bias[0] += 0.01
+        module.heads.bias[0] += 0.01
     worst = prove_parity(
         module, frozen, lambda b, rng: tuple(rows("social", shape, b, rng).values()),
         states, ticks=2, seed=3,

@@ -37,8 +37,8 @@ def weighted_means(terms: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tens
     return {name: summed / count.clamp_min(1.0) for name, summed, count in pairs}
 
 
-def weighted_sum(losses: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-    """Sum of losses, each times its weight.
+def weighted_terms(losses: Mapping[str, Tensor], weights: Mapping[str, float]) -> dict[str, Tensor]:
+    """The terms of a loss, each times its weight; the loss is their sum.
 
     Raises:
         ValueError: a loss without a weight, or a weight without a loss.
@@ -46,7 +46,7 @@ def weighted_sum(losses: Mapping[str, Tensor], weights: Mapping[str, float]) -> 
     if losses.keys() != weights.keys():
         unknown = sorted(losses.keys() ^ weights.keys())
         raise ValueError(f"loss terms and their weights differ in {', '.join(unknown)}")
-    return torch.stack([losses[name] * weight for name, weight in weights.items()]).sum()
+    return {name: loss * weights[name] for name, loss in losses.items()}
 
 
 def normalise(advantages: Tensor, weight: Tensor) -> Tensor:

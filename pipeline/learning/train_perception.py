@@ -13,14 +13,14 @@ from hamlet.learning import distributed
 from hamlet.learning.checkpoint import Checkpoint
 from hamlet.learning.float8 import in_precision
 from hamlet.learning.log import Log
-from hamlet.learning.losses import weighted_means, weighted_sum
+from hamlet.learning.losses import weighted_means, weighted_terms
 from hamlet.learning.sequences import SequenceReader, per_agent
 from hamlet.learning.update import Update
 from hamlet.modules.contracts import RawObservation, TownShape
 from hamlet.modules.perception import Perception, PerceptionHeads
 from hamlet.params import PerceptionParams
 
-IMPORTANCE = {"view": 1.0, "occupancy": 1.0, "next_view": 1.0, "places": 1.0, "others_meters": 1.0}
+IMPORTANCE = dict.fromkeys(("view", "occupancy", "next_view", "places", "others_meters"), 1.0)
 """Weights of the terms of the loss, beside that of `kl`, which is a parameter."""
 
 
@@ -67,7 +67,8 @@ def perception_loss(
             "kl": (kl[..., -module.latent :].mean(-1), weight),
         }
     )
-    return weighted_sum(parts, IMPORTANCE | {"kl": kl_weight}), parts, state
+    parts = weighted_terms(parts, IMPORTANCE | {"kl": kl_weight})
+    return torch.stack(list(parts.values())).sum(), parts, state
 
 
 def train_perception(

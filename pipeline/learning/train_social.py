@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from hamlet.learning import distributed
 from hamlet.learning.checkpoint import Checkpoint
 from hamlet.learning.log import Log
-from hamlet.learning.losses import weighted_means, weighted_sum
+from hamlet.learning.losses import weighted_means, weighted_terms
 from hamlet.learning.sequences import SequenceReader, per_agent
 from hamlet.learning.update import Update
 from hamlet.modules.contracts import TownShape, others_of
@@ -109,7 +109,8 @@ def train_social(
     def loss(chunk: TensorDict, state: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         parts, after = social_loss(model, chunk, state)
         carried[:] = [after.detach()]
-        return weighted_sum(parts, IMPORTANCE), parts
+        parts = weighted_terms(parts, IMPORTANCE)
+        return parts["goal"] + parts["next_action"], parts
 
     update = Update(loss, model.parameters(), learning_rate=params.learning_rate)
     saved = Checkpoint(checkpoint, {"model": model, "update": update, "reader": reader})

@@ -14,7 +14,7 @@ from hamlet.learning import distributed
 from hamlet.learning.checkpoint import Checkpoint
 from hamlet.learning.float8 import in_precision
 from hamlet.learning.log import Log
-from hamlet.learning.losses import weighted_means, weighted_sum
+from hamlet.learning.losses import weighted_means, weighted_terms
 from hamlet.learning.returns import discounted
 from hamlet.learning.update import Update
 from hamlet.modules.contracts import METERS, TownShape
@@ -144,7 +144,8 @@ def world_model_loss(model: WorldModel, window: TensorDict) -> tuple[Tensor, dic
         for name, value in weighted_means(parts).items():
             sums[name] = sums.get(name, torch.zeros(())) + value / horizon
         mean, log_std, known, weight = p.mean, p.log_std, p.known_state, survived
-    return weighted_sum(sums, IMPORTANCE), sums
+    sums = weighted_terms(sums, IMPORTANCE)
+    return torch.stack(list(sums.values())).sum(), sums
 
 
 def output_scale(model: WorldModel, window: TensorDict) -> Tensor:
@@ -202,7 +203,7 @@ def train_world_model(
         with region("data"):
             # Fed its own predictions before it knows the rules of one tick, it would learn wrong
             # ones: what it thinks is the second tick of a use is the third.
-            horizon = params.horizon if 3 * step >= 2 * params.steps else 1
+            horizon = params.horizon if 4 * step >= 3 * params.steps else 1
             batch = windows(experience, horizon, drawn.numel(), worlds, rng, own.flatten())
             batch = TensorDict(
                 {k: v.unflatten(1, own.shape) for k, v in batch.items()},

@@ -507,7 +507,9 @@ def test_the_world_models_loss_by_hand():
                     weight[name] += by
         for name in expected:
             expected[name] += total[name] / max(weight[name], 1.0) / horizon
-    assert IMPORTANCE == {"known_state": 4.0, "reward": 10.0, "free": 0.3, "error": 0.1}
+    assert dict.fromkeys(parts, 1.0) | {
+        "known_state": 4.0, "reward": 10.0, "free": 0.3, "error": 0.1,
+    } == IMPORTANCE  # fmt: skip
     for name, value in parts.items():
         assert float(value) == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
     assert float(loss) == pytest.approx(sum(expected.values()), rel=1e-4)

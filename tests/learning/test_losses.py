@@ -14,7 +14,7 @@ from hamlet.learning.losses import (
     normalise,
     ppo_policy_loss,
     value_loss,
-    weighted_sum,
+    weighted_terms,
 )
 from hamlet.modules.categorical import log_prob_of, masked_logits
 
@@ -148,8 +148,8 @@ def test_normalised_advantages_have_mean_zero_and_deviation_one(rng):
 
 def test_a_loss_without_a_weight_is_an_error_and_so_is_a_weight_without_a_loss():
     losses = {"one": torch.tensor(2.0), "two": torch.tensor(3.0)}
-    assert weighted_sum(losses, {"one": 0.5, "two": 2.0}) == 7.0
+    assert weighted_terms(losses, {"one": 0.5, "two": 2.0}) == {"one": 1.0, "two": 6.0}
     with pytest.raises(ValueError, match=r"differ in two$"):
-        weighted_sum(losses, {"one": 1.0})
+        weighted_terms(losses, {"one": 1.0})
     with pytest.raises(ValueError, match=r"differ in three$"):
-        weighted_sum(losses, {"one": 1.0, "two": 1.0, "three": 1.0})
+        weighted_terms(losses, {"one": 1.0, "two": 1.0, "three": 1.0})

@@ -196,7 +196,10 @@ def train_monolith(
         fit, _ = value_loss(values, batch["value"], batch["returns"], weight, params.clip)
         told, _ = imitation_loss(raw, batch["expert_action"], weight)
         entropy = weighted_mean(entropy_of(logits), weight)
-        return surrogate + 0.5 * fit + params.teaching * told - params.entropy * entropy, metrics
+        return (
+            surrogate + 0.5 * fit + params.kickstart_coef * told - params.entropy * entropy,
+            metrics,
+        )
 
     imitation = Update(imitate, model.parameters(), learning_rate=params.imitation_learning_rate)
     ppo = Update(improve, model.parameters(), learning_rate=params.learning_rate, max_grad_norm=0.5)

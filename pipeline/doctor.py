@@ -29,6 +29,7 @@ EXTRAS = {
     "serve": ["uvicorn", "httptools", "orjson", "websockets"],
     "dev": [
         *("pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "tritonclient", "schemathesis"),
+        *("stable-baselines3", "sb3-contrib"),
     ],
 }
 # y = x + x on two floats, ir 8, opset 13; written by onnx.helper.

@@ -20,6 +20,8 @@ from hamlet.learning.precision import Precision, autocast
 from hamlet.profiling import region
 
 Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+PATIENCE = 20
+"""Steps that may overflow one after the other while a scaler halves its scale, at first 2^16."""
 
 
 def fused_adam(parameters: Iterable[nn.Parameter], learning_rate: float, **options: Any):
@@ -84,6 +86,7 @@ class Update:
         self._cuda_graphs = cuda_graphs
         self._shapes: list[torch.Size] = []
         self._first = True
+        self._lost_in_a_row = 0
         self._device = device.split(":")[0]
         self._precision = precision
         self._eager = loss
@@ -121,8 +124,9 @@ class Update:
         """Take one step; returns detached scalars.
 
         Raises:
-            HamletError: the loss or a gradient is not a finite number (with a scaler, which skips
-                steps that overflow: the loss is NaN). The weights are those before the step.
+            HamletError: the loss or a gradient is not a finite number. With a scaler, which skips
+                steps that overflow: so it was in PATIENCE steps, one after the other. The weights
+                are those before the step.
         """
         with region("loss"):
             loss, diagnostics = self._gradients(batch)
@@ -157,9 +161,10 @@ class Update:
         sum_gradients(self.parameters)
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
-        # A scaler skips the steps whose gradients overflow, and with them infinite losses.
+        lost = not bool((loss.detach() + norm).isfinite())
+        self._lost_in_a_row = self._lost_in_a_row + 1 if lost else 0
         scaled = self.scaler.is_enabled()
-        if bool(loss.isnan()) if scaled else not bool((loss.detach() + norm).isfinite()):
+        if lost and self._lost_in_a_row >= (PATIENCE if scaled else 1):
             told = {"loss": loss, **diagnostics, "grad_norm": norm}
             wrong = [name for name, value in told.items() if not bool(value.isfinite().all())]
             raise HamletError(
@@ -167,7 +172,7 @@ class Update:
                 "look for nan or inf in the rewards and observations, or lower the learning rate; "
                 "the last checkpoint is from before it",
             )
-        if self.scaler.is_enabled():
+        if scaled:
             before = self.scaler.get_scale()
             self.scaler.step(self.optimizer)
             self.scaler.update()

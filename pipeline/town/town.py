@@ -57,14 +57,21 @@ class Town(TownConstants):
         """The case int64 [B] of every slot, and whether it is still being played, bool [B]."""
         return state["world"], ~state["over"]
 
-    def reset(self, seed: int, num_worlds: int, first_world: int = 0) -> TensorDict:
+    def reset(self, seed: int | Tensor, num_worlds: int, first_world: int = 0) -> TensorDict:
         """Fresh worlds; world b depends only on (seed, first_world + b) and on the actions.
+
+        With seeds int64 [num_worlds], each has its own and all are its world `first_world`.
 
         Returns the state, a TensorDict of batch [num_worlds]; see `_fresh` for the fields.
         """
         world = torch.arange(first_world, first_world + num_worlds, device=self.device)
         zero = torch.zeros_like(world)
-        fresh = self._fresh(torch.full_like(world, seed), world, zero, zero == 0)
+        if isinstance(seed, Tensor):
+            world = torch.full_like(world, first_world)
+            seeds = seed.to(world)
+        else:
+            seeds = torch.full_like(world, seed)
+        fresh = self._fresh(seeds, world, zero, zero == 0)
         blank = self._blank(num_worlds)
         fields = self._with_cues({name: value + fresh[name] for name, value in blank.items()})
         if self._cases is not None:

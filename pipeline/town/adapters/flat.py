@@ -28,3 +28,25 @@ def flat_observation(town: Town, observation: TensorDict) -> Tensor:
         o["cues"].flatten(2), o["visible"], o["others_offset"].flatten(2), acts, o["comm"],
     ]  # fmt: skip
     return torch.cat([part.float() for part in parts], -1)
+
+
+def state_size(town: Town) -> int:
+    """Length of `true_state`'s last dimension."""
+    return town.num_agents * (town.num_meters + 4) + 2 * town.num_affordances + 2
+
+
+def true_state(town: Town, state: TensorDict) -> Tensor:
+    """The true state for a centralised critic: f32 [B, state_size].
+
+    Of every agent its meters, column and row (/ size - 1), progress / 10 and whether it lives; of
+    every place its column and row; the hour / 24 and the age / lifespan.
+    """
+    scale = torch.tensor([town.width - 1, town.height - 1], device=town.device)
+    cells = town.affordance_cells[state["layout"]]
+    places = torch.stack([cells % town.width, cells // town.width], -1) / scale
+    clock = torch.stack([state["hour"] / 24.0, state["tick"] / town.lifespan], -1)
+    parts = [
+        state["meters"].flatten(1), (state["position"] / scale).flatten(1),
+        state["progress"] * 0.1, state["alive"], places.flatten(1), clock,
+    ]  # fmt: skip
+    return torch.cat([part.float() for part in parts], -1)

@@ -8,10 +8,18 @@ from typing import Any
 import gymnasium
 import numpy as np
 import torch
+from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
+from hamlet.artifacts import HamletError
 from hamlet.town.adapters.flat import flat_observation, flat_size
+from hamlet.town.adapters.requests import (
+    checked_actions,
+    checked_render_mode,
+    checked_seed,
+    tell_options,
+)
 from hamlet.town.load import load_pack
 from hamlet.town.players import Scripted
 from hamlet.town.render import render_png
@@ -23,7 +31,15 @@ class TownVectorEnv(VectorEnv):
 
     Observations f32 [num_envs, D] (see `flat_observation`), actions int [num_envs], rewards
     float64 [num_envs]. Dying terminates, reaching the lifespan truncates. `infos["action_mask"]`
-    bool [num_envs, A] says what is legal now; an illegal action wastes its tick.
+    int8 [num_envs, A] says what is legal now, as `Discrete.sample(mask)` wants it; an illegal
+    action wastes its tick. Where a life ended, `infos["final_obs"]` and `infos["final_info"]` hold
+    what was seen and legal in its last tick.
+
+    Seeds: env i of `reset(seed=s)` is the world of `TownEnv().reset(seed=s + i)`.
+
+    Raises:
+        HamletError: a pack, characters, a render mode, seeds or actions that do not exist.
+        gymnasium.error.ResetNeeded: a step before the first reset.
     """
 
     metadata = {"autoreset_mode": AutoresetMode.SAME_STEP, "render_modes": ["rgb_array"]}  # noqa: RUF012
@@ -36,30 +52,56 @@ class TownVectorEnv(VectorEnv):
         layout_seed: int = 0,
         render_mode: str | None = None,
     ):
+        self.render_mode = checked_render_mode(render_mode, self.metadata)
         self.town = Town(load_pack(pack), layout_seed=layout_seed)
         self.players = Scripted(self.town, names)
-        self.num_envs, self.render_mode = num_envs, render_mode
+        self.num_envs = num_envs
         box = gymnasium.spaces.Box(-np.inf, np.inf, (flat_size(self.town),), np.float32)
         self.single_observation_space = box
         self.single_action_space = gymnasium.spaces.Discrete(self.town.num_actions)
         self.observation_space = batch_space(box, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
+        self._state: Any = None
 
     def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+        self,
+        *,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        super().reset(seed=seed)
-        number = int(self.np_random.integers(2**31)) if seed is None else seed
-        self._state = self.town.reset(number, self.num_envs)
+        tell_options(options)
+        seeds = self._seeds(seed)
+        self._state = self.town.reset(torch.tensor(seeds), self.num_envs)
         self._memory = self.players.reset(self._state)
-        return self._observe(), self._info()
+        return self._observe(), self._info(np.ones(self.num_envs, dtype=bool))
+
+    def _seeds(self, seed: int | Sequence[int | None] | None) -> list[int]:
+        if seed is None or isinstance(seed, int | np.integer):
+            number = None if seed is None else checked_seed(seed)
+            super().reset(seed=number)
+            if number is not None:
+                return [number + i for i in range(self.num_envs)]
+            return [int(n) for n in self.np_random.integers(2**31, size=self.num_envs)]
+        if len(seed) != self.num_envs:
+            raise HamletError(
+                f"{len(seed)} seeds for {self.num_envs} environments",
+                "pass one for each, or a number",
+            )
+        super().reset()
+        return [
+            int(self.np_random.integers(2**31)) if one is None else checked_seed(one)
+            for one in seed
+        ]
 
     def step(
         self, actions: Any
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+        if self._state is None:
+            raise ResetNeeded("the town has no state yet: call reset() before step()")
+        chosen = checked_actions(actions, (self.num_envs,), self.town.action_names)
         everyone, _, self._memory = self.players.act(self._state, self._memory)
         everyone = everyone.clone()
-        everyone[:, 0] = torch.as_tensor(np.asarray(actions), dtype=torch.int64)
+        everyone[:, 0] = chosen
         self._state = self.town.step_core(self._state, everyone)
         rewards = self._state["reward"][:, 0].double().numpy().copy()
         died = self._state["died"][:, 0].numpy().copy()
@@ -71,13 +113,16 @@ class TownVectorEnv(VectorEnv):
             final = np.empty(self.num_envs, dtype=object)
             for index in np.flatnonzero(ended):
                 final[index] = last[index]
-            infos |= {"final_obs": final, "_final_obs": ended, "final_info": {}}
-            infos["_final_info"] = ended
+            infos = {"final_obs": final, "_final_obs": ended}
+            infos |= {"final_info": self._info(ended), "_final_info": ended}
             self._state = self.town.renew(self._state, torch.from_numpy(ended))
-        return self._observe(), rewards, died, retired, infos | self._info()
+        return (
+            self._observe(), rewards, died, retired,
+            infos | self._info(np.ones(self.num_envs, dtype=bool)),
+        )  # fmt: skip
 
     def render(self) -> tuple[np.ndarray, ...] | None:
-        if self.render_mode != "rgb_array":
+        if self.render_mode is None:
             return None
         return tuple(
             np.asarray(render_png(self.town, self._state, w)) for w in range(self.num_envs)
@@ -86,12 +131,17 @@ class TownVectorEnv(VectorEnv):
     def _observe(self) -> np.ndarray:
         return flat_observation(self.town, self.town.observe(self._state))[:, 0].numpy()
 
-    def _info(self) -> dict[str, Any]:
-        return {"action_mask": self.town.action_mask(self._state)[:, 0].numpy()}
+    def _info(self, of: np.ndarray) -> dict[str, Any]:
+        """What is legal, for the environments of the mask `of`; zeros for the others."""
+        mask = self.town.action_mask(self._state)[:, 0].numpy() & of[:, None]
+        return {"action_mask": mask.astype(np.int8), "_action_mask": of}
 
 
 class TownEnv(gymnasium.Env):
-    """One world as a Gymnasium Env; the same rules as `TownVectorEnv`, without auto-reset."""
+    """One world as a Gymnasium Env; the same rules as `TownVectorEnv`, without auto-reset.
+
+    After the end of a life it wants `reset`, and raises gymnasium.error.ResetNeeded until then.
+    """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 6}  # noqa: RUF012
 
@@ -106,25 +156,35 @@ class TownEnv(gymnasium.Env):
         self.render_mode = render_mode
         self.observation_space = self._worlds.single_observation_space
         self.action_space = self._worlds.single_action_space
+        self._mask: np.ndarray | None = None
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        super().reset(seed=seed)
+        tell_options(options)
+        super().reset(seed=None if seed is None else checked_seed(seed))
         number = int(self.np_random.integers(2**31)) if seed is None else seed
         observation, info = self._worlds.reset(seed=number)
-        return observation[0], {"action_mask": info["action_mask"][0]}
+        self._mask = info["action_mask"][0]
+        return observation[0], {"action_mask": self._mask}
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        observation, reward, died, retired, info = self._worlds.step([action])
+        if self._mask is None:
+            raise ResetNeeded("this life has ended or none has begun: call reset() before step()")
+        actions = np.asarray(action)[None]
+        observation, reward, died, retired, info = self._worlds.step(actions)
         if died[0] or retired[0]:
-            observation = info["final_obs"]
+            observation, info, self._mask = info["final_obs"], info["final_info"], None
+        else:
+            self._mask = info["action_mask"][0]
         mask = {"action_mask": info["action_mask"][0]}
         return observation[0], float(reward[0]), bool(died[0]), bool(retired[0]), mask
 
     def action_masks(self) -> np.ndarray:
         """Legal actions now, bool [A] (the name maskable PPO implementations look for)."""
-        return self._worlds._info()["action_mask"][0]
+        if self._mask is None:
+            raise ResetNeeded("this life has ended or none has begun: call reset() first")
+        return self._mask.astype(bool)
 
     def render(self) -> np.ndarray | None:
         frames = self._worlds.render()

@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-import json
-import re
 import secrets
 import time
-import traceback
-import zlib
 from collections.abc import Awaitable, Callable
 from functools import partial
-from importlib.metadata import version as installed
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote
 
@@ -21,33 +14,36 @@ import orjson
 
 from hamlet.artifacts import HamletError
 from hamlet.serving import protocol
+from hamlet.serving.about import About
 from hamlet.serving.engine import DEADLINE_SECONDS, Done, Engine, Session
-from hamlet.serving.errors import HTTPError
+from hamlet.serving.errors import (
+    JSON,
+    READ_SECONDS,
+    Headers,
+    HTTPError,
+    Reply,
+    error_reply,
+    failed,
+    too_slow,
+)
+from hamlet.serving.headers import MAX_BODY, authorize, cors, preflight, trace, unpacked
 from hamlet.serving.model import RNG_RANGE, Model, pack
-from hamlet.serving.openapi import document
 from hamlet.serving.protocol import InferRequest
 from hamlet.serving.results import results_of
+from hamlet.serving.saved import STATE, frames, open_session, session_frames
 from hamlet.serving.stream import talk
 from hamlet.serving.words import action_in_words
 
-MAX_BODY = 1 << 20  # bytes; a full batch of observations and states is a quarter of it
 MAX_IGNORED = 1 << 23  # bytes of too large a body that are still read, so that 413 can be heard
 LISTEN_SECONDS = 1.0  # between the pieces of such a body
-READ_SECONDS = 10.0  # in which a body must have come
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
+Route = Callable[..., Awaitable[Reply]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
-Reply = tuple[int, bytes, list[tuple[bytes, bytes]]]
 
 ACT_FIELDS = ("session", "observation", "start", "seed", "end", "id")
-EXTENSIONS = ["binary_tensor_data", "sequence", "schedule_policy"]
-JSON = (b"content-type", b"application/json")
 BINARY = (b"content-type", b"application/octet-stream")
-TEXT = (b"content-type", b"text/plain; version=0.0.4")
-
-
-_TRACE = re.compile(rb"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
 
 
 class Gone(Exception):
@@ -77,28 +73,22 @@ class App:
         self.engine, self.log, self.begin, self.end = engine, log, begin, end
         self.metrics = engine.metrics
         self.draining = False
-        self._token = token.encode() if token else None
+        self.token = token.encode() if token else None
         self.origins = tuple(origin.encode() for origin in origins)
         self._reading: dict[asyncio.Task[Any], float] = {}
         self.parser = protocol.Parser()
         name = engine.name
         self.infer_path = f"/v2/models/{quote(name)}/infer".encode()
-        self._routes: dict[tuple[str, ...], dict[str, Callable[..., Awaitable[Reply]]]] = {
-            ("v2", "health", "live"): {"GET": self._live},
-            ("v2", "health", "ready"): {"GET": self._ready},
-            ("v2",): {"GET": self._server},
-            ("v2", "models", name): {"GET": self._model},
-            ("v2", "models", name, "ready"): {"GET": self._model_ready},
-            ("v2", "models", name, "infer"): {"POST": self._infer},
-            ("v2", "models", name, "versions", "*"): {"GET": self._model},
-            ("v2", "models", name, "versions", "*", "ready"): {"GET": self._model_ready},
-            ("v2", "models", name, "versions", "*", "infer"): {"POST": self._infer},
-            ("v2", "repository", "index"): {"POST": self._index, "GET": self._index},
-            ("v2", "sessions", "*"): {"DELETE": self._delete},
+        model = ("v2", "models", name)
+        self._routes: dict[tuple[str, ...], dict[str, Route]] = {
+            (*model, "infer"): {"POST": self._infer},
+            (*model, "versions", "*", "infer"): {"POST": self._infer},
+            ("v2", "sessions", "*"): {
+                "GET": self._export, "PUT": self._import, "DELETE": self._delete,
+            },
             ("act",): {"POST": self._act},
-            ("metrics",): {"GET": self._metrics},
-            ("openapi.json",): {"GET": self._openapi},
-        }
+            **About(self).routes(),
+        }  # fmt: skip
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -109,17 +99,19 @@ class App:
             return
         began = time.monotonic()
         try:
-            status, body, headers = self._preflight(scope) or await self._reply(scope, receive)
+            status, body, headers = preflight(
+                scope["method"], scope["headers"], self.origins
+            ) or await self._reply(scope, receive)
         except Gone:
             return
         except Exception as error:
             status, body, headers = failed(error, self.log)
         self.metrics.responses[status] += 1
         self.metrics.seconds["request"].observe(time.monotonic() - began)
-        headers = [*headers, *self.cors(scope["headers"])]
+        headers = [*headers, *cors(scope["headers"], self.origins)]
         if status not in (204, 304):
             headers.append((b"content-length", b"%d" % len(body)))
-        self.trace(scope["headers"], scope["path"], status, began)
+        trace(scope["headers"], scope["path"], status, began, self.log)
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send(
             {"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body}
@@ -130,89 +122,17 @@ class App:
         parts = tuple(unquote(part) for part in scope["raw_path"].decode().strip("/").split("/"))
         route = next((route for route in self._routes if _fits(route, parts)), None)
         if parts[:2] != ("v2", "health"):
-            self.authorize(scope["headers"])
+            authorize(scope["headers"], self.token)
         if route is None:
             raise HTTPError(404, f"there is nothing at {path[:100]}: see /openapi.json")
         methods, method = self._routes[route], scope["method"]
         if method == "HEAD" and "GET" in methods:
             method = "GET"
         if method not in methods:
-            status, body, headers = _error(405, f"{path[:100]} takes {', '.join(methods)}")
+            status, body, headers = error_reply(405, f"{path[:100]} takes {', '.join(methods)}")
             return status, body, [*headers, (b"allow", ", ".join(methods).encode())]
         wild = [have for want, have in zip(route, parts, strict=True) if want == "*"]
         return await methods[method](scope, receive, *wild)
-
-    def authorize(self, headers: list[tuple[bytes, bytes]]) -> None:
-        """HTTPError with 401 without the token, where one is asked for."""
-        if self._token is None:
-            return
-        for name, value in headers:
-            if name == b"authorization":
-                scheme, _, given = value.partition(b" ")
-                right = hmac.compare_digest(given.strip(), self._token)
-                if scheme.lower() == b"bearer" and right:
-                    return
-        raise HTTPError(401, "the bearer token is missing or wrong")
-
-    def cors(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-        """What a browser must read in the answer to a page of another origin that may ask."""
-        if not self.origins:
-            return []
-        origin = next((value for name, value in headers if name == b"origin"), None)
-        if origin is None or (b"*" not in self.origins and origin not in self.origins):
-            return []
-        return [
-            (b"access-control-allow-origin", origin),
-            (b"access-control-expose-headers", b"inference-header-content-length, retry-after"),
-            (b"vary", b"origin"),
-        ]
-
-    def _preflight(self, scope: Scope) -> Reply | None:
-        """The answer to a browser that asks whether a page may ask; None if it is no such."""
-        asked = dict(scope["headers"])
-        if scope["method"] != "OPTIONS" or b"access-control-request-method" not in asked:
-            return None
-        headers = self.cors(scope["headers"])
-        if headers:
-            wanted = asked.get(b"access-control-request-headers", b"")
-            headers += [
-                (b"access-control-allow-methods", b"GET, POST, PUT, DELETE"),
-                (b"access-control-allow-headers", wanted),
-                (b"access-control-max-age", b"600"),
-            ]
-        return 204, b"", headers
-
-    def trace(
-        self, headers: list[tuple[bytes, bytes]], path: str, status: int, began: float
-    ) -> None:
-        """A line of the log for a request that is being traced (W3C Trace Context, sampled)."""
-        for name, value in headers:
-            if name == b"traceparent":
-                found = _TRACE.fullmatch(value)
-                if found and int(found[3], 16) & 1:
-                    self.log(
-                        "request",
-                        trace=found[1].decode(),
-                        parent=found[2].decode(),
-                        path=path,
-                        status=status,
-                        seconds=round(time.monotonic() - began, 6),
-                    )
-                return
-
-    def failed(self, error: Exception) -> Reply:
-        """What a client is told of an error, as `failed` says."""
-        return failed(error, self.log)
-
-    def is_ready(self) -> bool:
-        """Whether new work should come here."""
-        return self.engine.current is not None and not self.draining
-
-    def model_named(self, name: str, version: str | None) -> Model:
-        """The version of a model; HTTPError with 404 where it is not served."""
-        if name != self.engine.name:
-            raise HTTPError(404, f"model {name[:60]!r} is not served: {self.engine.name!r} is")
-        return self._version(version)
 
     # -- reading
 
@@ -275,7 +195,7 @@ class App:
         body, header_length = await self._body(scope, receive)
         reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
 
-        def done(status: int, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+        def done(status: int, body: bytes, headers: Headers) -> None:
             if not reply.done():
                 reply.set_result((status, body, headers))
 
@@ -287,7 +207,7 @@ class App:
         body: bytes,
         header_length: bytes | None,
         version: str | None,
-        done: Callable[[int, bytes, list[tuple[bytes, bytes]]], None],
+        done: Callable[[int, bytes, Headers], None],
     ) -> Awaitable[Reply] | None:
         """Understand an inference request and queue it.
 
@@ -337,18 +257,21 @@ class App:
     def model_for(self, version: str | None, request: InferRequest) -> Model:
         """The version that serves a request: its session's, else the one named, else current."""
         if request.sequence is None or request.start:
-            model = self._version(version)
+            model = self.version(version)
             if request.start and model is not self.engine.current:
                 raise HTTPError(409, f"version {version} takes no new sessions")
             return model
-        session = self.engine.get(request.sequence)
+        session = self.engine.ended.get(request.sequence) if request.id else None
+        if session is None or request.sequence in self.engine.sessions:
+            session = self.engine.get(request.sequence)
         if version not in (None, session.model.version):
             raise HTTPError(
                 409, f"sequence_id '{session.id}' is on version {session.model.version}"
             )
         return session.model
 
-    def _version(self, version: str | None) -> Model:
+    def version(self, version: str | None) -> Model:
+        """The version named, else the current one; HTTPError with 404 where there is none."""
         current = self.engine.ready()
         if version is None:
             return current
@@ -406,60 +329,49 @@ class App:
         self.engine.close(self.engine.get(id_), "deleted")
         return 204, b"", []
 
-    # -- about the server
+    async def _export(self, scope: Scope, receive: Receive, id_: str) -> Reply:
+        session = self.engine.get(id_)
+        if session.busy:
+            raise HTTPError(409, f"session '{id_[:60]}' is within a tick", retry=1)
+        return 200, session_frames([session])[0], [BINARY]
 
-    async def _live(self, scope: Scope, receive: Receive) -> Reply:
-        return 200, b'{"live":true}', [JSON]
+    async def _import(self, scope: Scope, receive: Receive, id_: str) -> Reply:
+        body, _ = await self._body(scope, receive)
+        id_ = protocol.sequence_name(id_) or ""
+        found = next(frames(body), None)
+        if found is None or found.kind != STATE or found.size != len(body):
+            raise HamletError("the body is no session", "send what GET /v2/sessions/ID returned")
+        sha = found.head["sha"]
+        model = next((m for m in self.engine.models.values() if m.agent.sha == sha), None)
+        if model is None:
+            raise HTTPError(409, f"the session is on version {sha[:12]}, which is not loaded here")
+        try:
+            open_session(self.engine, model, id_, found.head, found.body)
+        except (ValueError, KeyError, TypeError) as error:
+            raise HamletError(f"the body is no session ({error})") from None
+        return 204, b"", []
 
-    async def _ready(self, scope: Scope, receive: Receive) -> Reply:
-        self._must_be_ready()
-        return 200, b'{"ready":true}', [JSON]
+    # -- who answers
 
-    def _must_be_ready(self) -> None:
+    def failed(self, error: Exception) -> Reply:
+        """What a client is told of an error, as `failed` says."""
+        return failed(error, self.log)
+
+    def is_ready(self) -> bool:
+        """Whether new work should come here."""
+        return self.engine.current is not None and not self.draining
+
+    def model_named(self, name: str, version: str | None) -> Model:
+        """The version of a model; HTTPError with 404 where it is not served."""
+        if name != self.engine.name:
+            raise HTTPError(404, f"model {name[:60]!r} is not served: {self.engine.name!r} is")
+        return self.version(version)
+
+    def must_be_ready(self) -> None:
+        """HTTPError with 503 before a version is loaded and while the server goes away."""
         self.engine.ready()
         if self.draining:
             raise HTTPError(503, "the server is going away", retry=1)
-
-    async def _model_ready(self, scope: Scope, receive: Receive, version: str = "") -> Reply:
-        self._must_be_ready()
-        model = self._version(version or None)
-        said = {"name": model.name, "version": model.version, "ready": True}
-        return 200, orjson.dumps(said), [JSON]
-
-    async def _server(self, scope: Scope, receive: Receive) -> Reply:
-        said = {
-            "name": "hamlet",
-            "version": installed("hamlet"),
-            "extensions": EXTENSIONS,
-        }
-        return 200, orjson.dumps(said), [JSON]
-
-    async def _model(self, scope: Scope, receive: Receive, version: str = "") -> Reply:
-        model = self._version(version or None)
-        said = protocol.metadata(model)
-        if not version:
-            said["versions"] = list(self.engine.models)
-        return 200, orjson.dumps(said), [JSON]
-
-    async def _index(self, scope: Scope, receive: Receive) -> Reply:
-        await self._body(scope, receive)  # {"ready": true} asks for what is loaded: all of it is
-        said = [
-            {"name": self.engine.name, "version": version, "state": "READY", "reason": ""}
-            for version in self.engine.models
-        ]
-        return 200, orjson.dumps(said), [JSON]
-
-    async def _metrics(self, scope: Scope, receive: Receive) -> Reply:
-        engine = self.engine
-        sessions = {version: model.sessions for version, model in engine.models.items()}
-        current = engine.current
-        provider = current.agent.session.get_providers()[0] if current else "none"
-        version = current.version if current else "none"
-        text = self.metrics.text(sessions, engine.queued, provider, version)
-        return 200, text.encode(), [TEXT]
-
-    async def _openapi(self, scope: Scope, receive: Receive) -> Reply:
-        return 200, orjson.dumps(document(self.engine.ready())), [JSON]
 
     # -- life of the process
 
@@ -485,49 +397,3 @@ def _fits(route: tuple[str, ...], parts: tuple[str, ...]) -> bool:
     return len(route) == len(parts) and all(
         want in ("*", have) for want, have in zip(route, parts, strict=True)
     )
-
-
-def unpacked(body: bytes) -> bytes:
-    """A body that was sent as gzip or deflate; never more than `MAX_BODY`.
-
-    Raises:
-        HTTPError: 413 it is larger. HamletError: it is neither.
-    """
-    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)  # either, by its first bytes
-    try:
-        plain = unpacker.decompress(body, MAX_BODY + 1)
-    except zlib.error as error:
-        raise HamletError(f"the body is not what its Content-Encoding says ({error})") from None
-    if len(plain) > MAX_BODY:
-        raise HTTPError(413, f"the body unpacks to more than the {MAX_BODY} bytes that are read")
-    if not unpacker.eof:
-        raise HamletError("the packed body is cut short")
-    return plain
-
-
-def too_slow() -> HTTPError:
-    return HTTPError(408, f"the body did not come within {READ_SECONDS:g} s")
-
-
-def failed(error: Exception, log: Callable[..., None]) -> Reply:
-    """What a client is told of an error; what no client should cause is logged."""
-    if isinstance(error, HTTPError):
-        status, body, headers = _error(error.status, error.message)
-        if error.retry is not None:
-            headers.append((b"retry-after", b"%d" % error.retry))
-        return status, body, headers
-    if isinstance(error, HamletError):
-        return _error(400, str(error))
-    where = traceback.extract_tb(error.__traceback__)[-1:]
-    at = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in where]
-    log("error", error=f"{type(error).__name__}: {error}"[:500], at=at)
-    return _error(500, "the server failed; its log says why")
-
-
-def _error(status: int, message: str) -> Reply:
-    headers = [JSON]
-    if status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    if status in (408, 413):
-        headers.append((b"connection", b"close"))
-    return status, json.dumps({"error": message}, ensure_ascii=False).encode(), headers

@@ -17,7 +17,9 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from hamlet.serving.app import MAX_BODY, READ_SECONDS, App, Reply, failed, too_slow
+from hamlet.serving.app import App
+from hamlet.serving.errors import READ_SECONDS, Reply, failed, too_slow
+from hamlet.serving.headers import MAX_BODY, authorize, cors, trace
 
 _OFFERS = (b"upgrade", b"http2-settings")  # of another protocol
 _OK = STATUS_LINE[HTTPStatus.OK]
@@ -84,6 +86,9 @@ class Connection(HttpToolsProtocol):
             except httptools.HttpParserError:
                 self.send_400_response("Invalid HTTP request received.")
                 return
+
+    def _should_upgrade(self) -> bool:
+        return self.parser.get_method() == b"GET" and super()._should_upgrade()
 
     def _without_upgrade(self) -> bytes:
         """The head of the present request as if it had offered nothing, for a new parser."""
@@ -173,7 +178,7 @@ class Connection(HttpToolsProtocol):
             self._answer(app, cycle, status, body, headers)
 
         try:
-            app.authorize(self.headers)
+            authorize(cycle.headers, app.token)
             once = app.infer(cycle.body, cycle.header_length, None, done)
         except Exception as error:
             done(*failed(error, app.log))
@@ -202,8 +207,8 @@ class Connection(HttpToolsProtocol):
         app.metrics.responses[status] += 1
         app.metrics.seconds["request"].observe(time.monotonic() - cycle.began)
         if app.origins:
-            headers = [*headers, *app.cors(cycle.headers)]
-        app.trace(cycle.headers, app.infer_path.decode(), status, cycle.began)
+            headers = [*headers, *cors(cycle.headers, app.origins)]
+        trace(cycle.headers, app.infer_path.decode(), status, cycle.began, app.log)
         if cycle.disconnected:
             return
         lines = [_OK if status == 200 else STATUS_LINE[status]]

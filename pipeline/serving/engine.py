@@ -17,18 +17,17 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from math import isinf
 from threading import Lock
 
 import numpy as np
 
-from hamlet.artifacts import HamletError
 from hamlet.serving.agent import OnnxAgent
 from hamlet.serving.errors import HTTPError
 from hamlet.serving.metrics import Metrics
-from hamlet.serving.model import NAME, RNG_RANGE, Model
+from hamlet.serving.model import NAME, RNG_RANGE, Model, attempt, warm_up
 from hamlet.serving.repeats import Repeats
 from hamlet.serving.session import Action, Done, PendingTick, Session
 
@@ -63,7 +62,7 @@ class Engine:
         self.current: Model | None = None
         self.models: dict[str, Model] = {}
         self.sessions: OrderedDict[str, Session] = OrderedDict()  # least recently used first
-        self.ended: OrderedDict[str, Repeats] = OrderedDict()  # of lives that ended, for a while
+        self.ended: OrderedDict[str, Session] = OrderedDict()  # of lives that ended, for a while
         self._ready: dict[str, deque[PendingTick]] = {}
         self._queued = 0
         self._running = False
@@ -139,10 +138,10 @@ class Engine:
         session = self.sessions.get(sequence)
         key = Repeats.key(request, record, start, end, thoughts) if request else None
         if key is not None and not start:  # to begin anew once more is the same life
-            repeats = session.repeats if session else self.ended.get(sequence)
-            if repeats is not None and repeats.answered(key, done):
+            asked = session or self.ended.get(sequence)
+            if asked is not None and asked.repeats.answered(key, done):
                 self.metrics.repeated += 1
-                return session or Session(sequence, self.ready(), -1)
+                return asked
         if start:
             if session is not None:
                 self._room(None)
@@ -159,16 +158,18 @@ class Engine:
             raise
         return session
 
-    def open(self, id_: str, seed: int | None = None) -> Session:
+    def open(self, id_: str, seed: int | None = None, model: Model | None = None) -> Session:
         """Begin a session with the current version.
 
         Args:
+            model: another version, for a session that began elsewhere.
             seed: its random numbers; default: from its name, so that equal names live equal lives.
 
         Raises:
             HTTPError: 409 it is open, 429 there are too many, 503 no version is loaded yet.
         """
-        model = self.ready()
+        begins = model is None
+        model = model or self.ready()
         if id_ in self.sessions:
             raise HTTPError(409, f"session '{id_}' is open already")
         slot = None
@@ -180,7 +181,7 @@ class Engine:
         self.ended.pop(id_, None)
         session = self.sessions[id_] = Session(id_, model, slot)
         session.used = time.monotonic()
-        self.metrics.sessions_opened += 1
+        self.metrics.sessions_opened += begins
         return session
 
     def _too_many(self) -> HTTPError:
@@ -203,6 +204,11 @@ class Engine:
         session.leaving = True
         del self.sessions[session.id]
         self.metrics.sessions_closed["restarted"] += 1
+
+    def sort_sessions(self) -> None:
+        """Put the sessions in the order of their last use, after many were opened otherwise."""
+        used = sorted(self.sessions.values(), key=lambda session: session.used)
+        self.sessions = OrderedDict((session.id, session) for session in used)
 
     def get(self, id_: str) -> Session:
         """An open session.
@@ -234,7 +240,7 @@ class Engine:
             del self.sessions[session.id]
             self.metrics.sessions_closed[reason] += 1
             if session.repeats.kept:
-                self.ended[session.id] = session.repeats
+                self.ended[session.id] = session
                 if len(self.ended) > MAX_ENDED:
                     self.ended.popitem(last=False)
         while session.waiting:
@@ -309,7 +315,7 @@ class Engine:
             values = await loop.run_in_executor(self._other_thread, run)
         finally:
             self._queued -= 1
-        self.metrics.batch(rows, ended - began, [began - arrived])
+        self.metrics.batch(model.counts, rows, ended - began, [began - arrived])
         return values
 
     @property
@@ -363,14 +369,14 @@ class Engine:
         began = time.monotonic()
         small = len(batch) <= INLINE_ROWS
         if small and self._small:
-            self._finish(model, batch, began, _attempt(model.run, len(batch)))
+            self._finish(model, batch, began, attempt(model.run, len(batch)))
             return
         self._small = small
         loop = asyncio.get_running_loop()
 
         def run() -> None:
             self._handed.release()
-            error = _attempt(model.run, len(batch))
+            error = attempt(model.run, len(batch))
             loop.call_soon_threadsafe(self._finish, model, batch, began, error)
 
         self._handed.acquire()
@@ -400,6 +406,7 @@ class Engine:
         self._running = False
         if error is not None:
             self.metrics.failed_runs += 1
+            model.counts.failed += len(batch)
             for item in batch:
                 self._leave(item, error)
             self._schedule()
@@ -420,7 +427,8 @@ class Engine:
             if item.key is not None:
                 item.session.repeats.ended(item.key, action, decision)
             self._next(item)
-        self.metrics.batch(len(batch), now - began, [began - item.arrived for item in batch])
+        waited = [began - item.arrived for item in batch]
+        self.metrics.batch(model.counts, len(batch), now - began, waited)
         if any(self._ready.values()):  # few: with whoever is there by now, but not yet read
             asyncio.get_running_loop().call_soon(self._schedule)
 
@@ -459,36 +467,6 @@ class Engine:
         self._other_thread.shutdown()
 
 
-def _attempt(run: Callable[[int], None], n: int) -> Exception | None:
-    try:
-        run(n)
-    except Exception as error:  # whatever ONNX Runtime says; the server goes on
-        return error
-    return None
-
-
 def rng_of(id_: str) -> int:
     """Where a session's random numbers begin: from its name, in [0, 2^31 - 2)."""
     return int.from_bytes(hashlib.blake2b(id_.encode(), digest_size=8).digest()) % RNG_RANGE
-
-
-def warm_up(model: Model) -> None:
-    """Run once with one row and with many, so that the first request does not pay for it, and see
-    at which ticks of a life the agent deliberates.
-
-    Raises:
-        HamletError: the graph cannot run here.
-    """
-    example = np.zeros(model.record_bytes, np.uint8).tobytes()
-    model.load([example])
-    if model.signature.mask:
-        model.inputs[model.signature.mask][:] = True
-    if model.signature.clock:
-        model.inputs[model.signature.clock][:] = np.arange(model.max_batch)
-    for n in (1, model.max_batch):
-        error = _attempt(model.run, n)
-        if error is not None:
-            raise HamletError(
-                f"version {model.version} cannot run ({str(error).splitlines()[0][:200]})"
-            )
-    model.look_at_deliberation()

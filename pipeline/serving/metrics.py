@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 5.0)
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -32,6 +34,20 @@ class Histogram:
         yield f"{name}_count{braces} {total}"
 
 
+@dataclass
+class Counts:
+    """What one version has done."""
+
+    rows: int = 0
+    runs: int = 0
+    failed: int = 0
+    run_seconds: float = 0.0
+    """Of all rows: a batch of two that takes 1 s is 2 s."""
+    queue_seconds: float = 0.0
+    last: float = 0.0
+    """When, as seconds since 1970."""
+
+
 class Metrics:
     """Counters and histograms of one server; one event loop writes them."""
 
@@ -47,12 +63,17 @@ class Metrics:
         self.late = 0
         self.failed_runs = 0
 
-    def batch(self, rows: int, seconds: float, waited: Iterable[float]) -> None:
+    def batch(self, counts: Counts, rows: int, seconds: float, waited: Sequence[float]) -> None:
         """One run: its size, its time and how long each of its requests had waited for it."""
         self.rows.observe(rows)
         self.seconds["run"].observe(seconds)
         for wait in waited:
             self.seconds["queue"].observe(wait)
+        counts.rows += rows
+        counts.runs += 1
+        counts.run_seconds += rows * seconds
+        counts.queue_seconds += sum(waited)
+        counts.last = time.time()
 
     def text(self, sessions: Mapping[str, int], queued: int, provider: str, version: str) -> str:
         """The exposition.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
@@ -25,9 +25,10 @@ import numpy as np
 
 from hamlet.artifacts import HamletError
 from hamlet.serving.agent import Decision, OnnxAgent
+from hamlet.serving.metrics import Counts
 from hamlet.serving.signature import DATATYPES, Field
 
-__all__ = ["DATATYPES", "NAME", "RNG_RANGE", "Field", "Model", "pack"]
+__all__ = ["DATATYPES", "NAME", "RNG_RANGE", "Field", "Model", "attempt", "pack", "warm_up"]
 assert sys.byteorder == "little", "records are little endian"
 
 NAME = "hamlet-agent"  # as clients call our own agent
@@ -138,6 +139,7 @@ class Model:
             f.name: self.inputs[f.name].view(_raw(f.dtype)).reshape(max_batch, -1) for f in fields
         }
         self._mask = self.inputs[signature.mask] if signature.mask else None
+        self.counts = Counts()
         self._bindings: dict[int, Any] = {}
         self._period = 1
         self._free = list(range(capacity - 1, -1, -1))
@@ -383,3 +385,34 @@ def _array(field: Field, value: Any) -> np.ndarray:
 
 def _without_batch(field: Field) -> str:
     return f"expected {field.datatype} [{', '.join(map(str, field.shape))}]"
+
+
+def attempt(run: Callable[[int], None], n: int) -> Exception | None:
+    """Run; what ONNX Runtime says is returned: the server goes on."""
+    try:
+        run(n)
+    except Exception as error:  # its own exceptions share no base
+        return error
+    return None
+
+
+def warm_up(model: Model) -> None:
+    """Run once with one row and with many, so that the first request does not pay for it, and see
+    at which ticks of a life the agent deliberates.
+
+    Raises:
+        HamletError: the graph cannot run here.
+    """
+    example = np.zeros(model.record_bytes, np.uint8).tobytes()
+    model.load([example])
+    if model.signature.mask:
+        model.inputs[model.signature.mask][:] = True
+    if model.signature.clock:
+        model.inputs[model.signature.clock][:] = np.arange(model.max_batch)
+    for n in (1, model.max_batch):
+        error = attempt(model.run, n)
+        if error is not None:
+            raise HamletError(
+                f"version {model.version} cannot run ({str(error).splitlines()[0][:200]})"
+            )
+    model.look_at_deliberation()

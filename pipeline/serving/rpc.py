@@ -17,8 +17,10 @@ import grpc
 
 from hamlet.artifacts import HamletError
 from hamlet.serving import protocol
-from hamlet.serving.app import EXTENSIONS, App
+from hamlet.serving.about import EXTENSIONS
+from hamlet.serving.app import App
 from hamlet.serving.errors import HTTPError
+from hamlet.serving.headers import authorize
 from hamlet.serving.oip import MESSAGES, METHODS, SERVICE, STREAM
 from hamlet.serving.stream import Life, answered
 
@@ -115,8 +117,9 @@ class Service:
 
     def _authorize(self, context: Any) -> None:
         told = context.invocation_metadata() or ()
-        self.app.authorize(
-            [(b"authorization", v.encode()) for k, v in told if k == "authorization"]
+        authorize(
+            [(b"authorization", v.encode()) for k, v in told if k == "authorization"],
+            self.app.token,
         )
 
     # -- about the server

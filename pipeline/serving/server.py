@@ -17,13 +17,15 @@ from types import FrameType
 from typing import Any
 
 from hamlet.artifacts import HamletError
-from hamlet.serving.app import MAX_BODY, App
+from hamlet.serving.app import App
 from hamlet.serving.engine import Engine
+from hamlet.serving.headers import MAX_BODY
 from hamlet.serving.metrics import Metrics
-from hamlet.serving.saved import restore, save
+from hamlet.serving.saved import StateFile
 from hamlet.serving.source import FileSource, Source
 
 POLL_SECONDS = 2.0  # between two looks at the source
+SAVE_SECONDS = 2.0  # between two looks at what is new for the state file
 DRAIN_SECONDS = 30  # for what was asked before SIGTERM
 GRPC_GRACE_SECONDS = 2.0  # in which streams may end of themselves
 HEADER_SECONDS = 10.0  # in which the headers of a request must have come
@@ -73,8 +75,16 @@ def serve(
     watch = Watch(source, engine)
     if isinstance(source, FileSource):
         watch.load()
-    if state_file is not None and state_file.exists():
-        log("sessions restored", sessions=restore(engine, state_file), file=str(state_file))
+    saved = StateFile(engine, state_file, log) if state_file is not None else None
+    if saved is not None:
+        log("sessions restored", sessions=saved.restore(), file=str(state_file))
+
+    async def save() -> None:
+        if saved is not None:
+            try:
+                await asyncio.to_thread(saved.write, saved.changes())
+            except HamletError as error:
+                saved.failed(error)
 
     class Server(uvicorn.Server):
         """Ends quietly on a signal: draining is the orderly end, not an interrupt."""
@@ -121,6 +131,7 @@ def serve(
                 log("serving grpc", port=taken)
         background.append(asyncio.create_task(every(poll, watch.look)))
         background.append(asyncio.create_task(every(1.0, sweeper.sweep)))
+        background.append(asyncio.create_task(every(SAVE_SECONDS, save)))
         gc.collect()
         gc.freeze()  # what is here now stays: not worth looking at again and again
 
@@ -133,9 +144,10 @@ def serve(
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
-        if state_file is not None:
+        if saved is not None:
             try:
-                log("sessions saved", sessions=save(engine, state_file), file=str(state_file))
+                saved.write(saved.changes())
+                log("sessions saved", sessions=len(engine.sessions), file=str(state_file))
             except HamletError as error:
                 failure.append(error)
         engine.shutdown()

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from hamlet.artifacts import HamletError
 from hamlet.serving import lives, protocol
 from hamlet.serving.errors import HTTPError
+from hamlet.serving.headers import authorize
 from hamlet.serving.model import Model
 from hamlet.serving.protocol import InferRequest
 from hamlet.serving.results import Results, results_of
@@ -98,7 +99,7 @@ async def talk(app: App, scope: Scope, receive: Receive, send: Send) -> None:
     """A WebSocket connection, from its beginning to its end."""
     await receive()
     try:
-        app.authorize(scope["headers"])
+        authorize(scope["headers"], app.token)
         if scope["path"] != (path := f"/v2/models/{app.engine.name}/stream"):
             raise HTTPError(404, f"there is no WebSocket at {scope['path'][:100]}: it is at {path}")
         app.engine.ready()

@@ -58,6 +58,32 @@ def hand_made_gru(folder: Path) -> Made:
     return Made(path, {"h": "h_out"}, "action")
 
 
+def masked_gru(folder: Path) -> Made:
+    """obs [B, 6], action_mask bool [B, 5], level int64 [B, 2], h [B, 16] -> action, logits, h_out.
+    The action follows its observation closely and its state a little."""
+
+    class Policy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(4)
+            self.cell, self.head = nn.GRUCell(OBS, HIDDEN), nn.Linear(HIDDEN, 5)
+            self.cell.weight_hh.data *= 6
+
+        def forward(self, obs, action_mask, level, h):
+            h = self.cell(3 * obs + level.sum(dim=1, keepdim=True), h)
+            logits = self.head(4 * h).masked_fill(~action_mask, -1e9)
+            return logits.argmax(dim=-1), logits, h
+
+    path = folder / "masked.onnx"
+    inputs = {
+        "obs": torch.zeros(2, OBS), "action_mask": torch.ones(2, 5, dtype=torch.bool),
+        "level": torch.zeros(2, 2, dtype=torch.int64), "h": torch.zeros(2, HIDDEN),
+    }  # fmt: skip
+    names = [*inputs, "action", "logits", "h_out"]
+    export(Policy(), path, inputs, ["action", "logits", "h_out"], dict.fromkeys(names, 0))
+    return Made(path, {"h": "h_out"}, "action")
+
+
 def cleanrl_lstm(folder: Path) -> Made:
     """CleanRL's ppo_atari_lstm: nn.LSTM with state [1, B, H], zeroed where `done`; here without
     the pictures. Argmax of the logits."""

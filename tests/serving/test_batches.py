@@ -12,6 +12,7 @@ import pytest
 from benchmarks.serving import json_request
 from hamlet.serving import tensors
 from hamlet.serving.engine import MAX_BATCH, MAX_DEEP
+from hamlet.serving.metrics import Counts
 from hamlet.serving.model import pack
 from hamlet.serving.session import PendingTick
 
@@ -73,9 +74,8 @@ def test_a_long_run_of_a_state_from_a_client_holds_no_session_up(engine, seen):
     slow = SimpleNamespace(run=lambda names, feeds: held.wait(20))
 
     async def both() -> None:
-        waiting = asyncio.create_task(
-            engine.once(SimpleNamespace(agent=SimpleNamespace(session=slow)), {}, [])
-        )
+        model = SimpleNamespace(agent=SimpleNamespace(session=slow), counts=Counts())
+        waiting = asyncio.create_task(engine.once(model, {}, []))
         await asyncio.sleep(0.05)
         await all_ask(engine, [engine.open(f"life-{i}") for i in range(4)], seen)
         assert not waiting.done()

@@ -148,7 +148,7 @@ def test_a_client_keeps_the_state_in_the_graphs_layout(tmp_path):
         (["--state", "h=nothing"], "has no output 'nothing'"),
         (["--state", "obs=h_out"], "a state must keep its type and shape"),
         (["--action", "reaction"], "its action is said to be 'reaction'"),
-        (["--session-ttl", "nan"], "--session-ttl is nan"),
+        (["--session-ttl", "nan"], "session-ttl"),
         (["--name", "a/b"], "cannot stand in a URL"),
         (["--max-sessions", "1000000", "--session-ttl", "inf"], None),
     ],

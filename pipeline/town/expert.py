@@ -68,6 +68,29 @@ class Ways(NamedTuple):
     """bool: what the agent is heading to or doing."""
 
 
+class Stakes(NamedTuple):
+    """Of every meter what a use may change and what it is worth, [M, F or 1, N or 1, B or 1]."""
+
+    level: Tensor
+    """f32 what it is now."""
+    drain: Tensor
+    """f32 what it loses per tick if nothing is done, cascades aside."""
+    per_tick: Tensor
+    """f32 what a tick of use adds, the price not yet paid,"""
+    price: Tensor
+    """f32 what it costs,"""
+    completion: Tensor
+    """f32 and what a whole use adds at last."""
+    value: Tensor
+    fear: Tensor
+    comfort: Tensor
+
+    def worth(self, level: Tensor) -> Tensor:
+        """What levels [M, F, N, B] are worth: value * level - fear * shortfall ** 2."""
+        short = (self.comfort - level).clamp(min=0.0)
+        return self.value * level - self.fear * short * short
+
+
 class Expert:
     """The planning of all agents of a town.
 
@@ -92,23 +115,35 @@ class Expert:
         self.each = torch.arange(town.num_affordances, device=town.device)[:, None, None]
         limits = [a.distance_limit for a in town.pack.affordances]
         self.limit = self.each.new_tensor(limits)[:, None, None]
+        pack = town.pack
+        self.move_price, self.interact_price = (
+            torch.tensor(
+                [prices.get(name, 0.0) for name in pack.meter_names], device=town.device
+            ).view(-1, 1, 1, 1)
+            for prices in (pack.move_price, pack.interact_price)
+        )
+        self.moving_costs = any(pack.move_price.values())
+        self.using_costs = any(pack.interact_price.values())
 
     def plan(self, s: Fields, mind: Mind) -> tuple[Tensor, Tensor]:
         """Actions and goals, int64 [N, B], of everybody."""
         f = self.town.num_affordances
-        ways = self.ways(s, mind)
-        rate, ticks = self.weigh(s, mind, ways, ways.reach, ways.walk, ways.open_left, ways.usable)
+        ways, stakes = self.ways(s, mind), self.stakes(s, mind)
+        rate, ticks = self.weigh(
+            s, mind, ways, stakes, ways.reach, ways.walk, ways.open_left, ways.usable
+        )
         rest_rate, rest_action = self.rest(mind, list(s["meters"].unbind(0)))
         if self.foresees:
             delay = self.delay(s, mind, ways, rate, rest_rate, ticks)
             later = ways.reach + torch.where(ways.engaged, 0.0, delay * mind.p["foresight"])
-            rate, _ = self.weigh(s, mind, ways, later, ways.walk, ways.open_left, ways.usable)
+            use = later, ways.walk, ways.open_left, ways.usable
+            rate, _ = self.weigh(s, mind, ways, stakes, *use)
         best_rate, best = rate.max(0)
         goal = torch.where(best_rate > rest_rate, best, f)
         action = torch.where(goal == f, rest_action, self.go(ways, best[None], rest_action))
         if mind.seen is not None:
             best_rate = torch.maximum(best_rate, rest_rate)
-            explores, step = self.explore(s, mind, ways, best_rate)
+            explores, step = self.explore(s, mind, ways, stakes, best_rate)
             action, goal = torch.where(explores, step, action), torch.where(explores, f + 1, goal)
         if self.wanders:
             wanders, step = self.wander(s, mind)
@@ -176,11 +211,38 @@ class Expert:
             to_x, to_y, walk, wait, open_left, engaged, reach, remaining, usable, hidden, towards
         )
 
+    def stakes(self, s: Fields, mind: Mind) -> Stakes:
+        town, names = self.town, self.town.pack.meter_names
+        meters = list(s["meters"].unbind(0))
+        nothing = torch.zeros((), device=town.device)
+
+        def columns(those: Sequence[Column | None]) -> Tensor:
+            each = [
+                nothing.view(1, 1, 1) if c is None else self.column(c, mind.phase) for c in those
+            ]
+            return torch.stack(torch.broadcast_tensors(*each))
+
+        def character(key: str) -> Tensor:
+            return torch.stack([mind.p[f"{key}.{name}"] for name in names]).unsqueeze(1)
+
+        drains = [nothing + self.drain(name, meters, mind.phase) for name in names]
+        return Stakes(
+            torch.stack(meters).unsqueeze(1),
+            torch.stack(torch.broadcast_tensors(*drains, meters[0])[:-1]).unsqueeze(1),
+            columns(town.effects_per_tick),
+            columns(town.prices),
+            columns(town.effects_on_completion),
+            character("value"),
+            character("fear"),
+            character("comfort"),
+        )
+
     def weigh(
         self,
         s: Fields,
         mind: Mind,
         ways: Ways,
+        stakes: Stakes,
         reach: Tensor,
         walk: Tensor,
         open_left: Tensor,
@@ -205,31 +267,21 @@ class Expert:
         total = reach + ticks
 
         # What would the meters be then, with and without it?
+        change = stakes.per_tick * ticks - stakes.price * ticks
+        change = change + torch.where(completes, stakes.completion, 0.0)
+        if self.moving_costs:
+            change = change - self.move_price * walk
+        if self.using_costs:
+            change = change - self.interact_price * ticks
+        idle = (stakes.level - stakes.drain * total).clamp(0.0, 1.0)
+        then = (idle + change).clamp(0.0, 1.0)
         gain = torch.zeros_like(total)
-        for index, name in enumerate(pack.meter_names):
-            change = self.change(index, mind.phase, ticks, completes)
-            change = change - pack.move_price.get(name, 0.0) * walk
-            change = change - pack.interact_price.get(name, 0.0) * ticks
-            idle = (meters[index] - self.drain(name, meters, mind.phase) * total).clamp(0.0, 1.0)
-            gain = gain + value(p, name, (idle + change).clamp(0.0, 1.0))
-            gain = gain - value(p, name, idle)
+        # Meter by meter: the sum of a dimension may be added up in another order on another device.
+        for better, same in zip(stakes.worth(then), stakes.worth(idle), strict=True):
+            gain = gain + better - same
         rate = gain / (total + p["overhead"])
         rate = rate + torch.where(ways.towards, p["persistence"] * rate.abs(), 0.0)
         return torch.where(possible, rate, -1e9), ticks
-
-    def change(self, index: int, phase: Tensor, ticks: Tensor, completes: Tensor) -> Tensor:
-        """What so many ticks of each use do to a meter, its price included: f32 [F, N, B]."""
-        town = self.town
-        per_tick, price = town.effects_per_tick[index], town.prices[index]
-        completion = town.effects_on_completion[index]
-        change = torch.zeros_like(ticks)
-        if per_tick is not None:
-            change = change + self.column(per_tick, phase) * ticks
-        if price is not None:
-            change = change - self.column(price, phase) * ticks
-        if completion is not None:
-            change = change + torch.where(completes, self.column(completion, phase), 0.0)
-        return change
 
     def drain(self, name: str, meters: list[Tensor], phase: Tensor) -> Tensor | float:
         """What a meter loses per tick if nothing is done, cascades aside."""
@@ -259,16 +311,15 @@ class Expert:
         near = apart(*s["position"].unbind(0)) <= self.town.pack.cue_distance
         best_rate, best = rate.max(0)
         wants = s["alive"] & (best_rate > rest_rate)
-        delay = torch.zeros_like(arrives)
-        for rival in range(self.town.num_agents):
-            goal = best[rival].expand(1, *best.shape)  # [1, N, B]
-            mine, worth = arrives.gather(0, goal)[0], rate.gather(0, goal)[0]
-            until = mine[rival].clamp(min=0.0) + ticks.gather(0, goal)[0, rival]
-            first = (mine[rival] < mine) | ((mine[rival] == mine) & (worth[rival] > worth))
-            first = first & wants[rival] & (~mind.needs_sight | near[rival])
-            wait = torch.where(first, (until - mine).clamp(min=0.0), 0.0)
-            delay.scatter_add_(0, goal, wait[None])
-        return delay
+        goal = best.unsqueeze(1).expand(-1, len(best), -1)  # [rival, N, B]
+        mine, worth = arrives.gather(0, goal), rate.gather(0, goal)
+        theirs, theirs_worth, stay = (
+            x.gather(0, best[None])[0].unsqueeze(1) for x in (arrives, rate, ticks)
+        )  # [rival, 1, B]
+        first = (theirs < mine) | ((theirs == mine) & (theirs_worth > worth))
+        first = first & wants.unsqueeze(1) & (~mind.needs_sight | near)
+        wait = torch.where(first, (theirs.clamp(min=0.0) + stay - mine).clamp(min=0.0), 0.0)
+        return torch.zeros_like(arrives).scatter_add_(0, goal, wait)
 
     # ------------------------------------------------------------------ what to do
 
@@ -302,7 +353,7 @@ class Expert:
         return torch.where((actions == INTERACT) & (usable == 0), rest, actions)
 
     def explore(
-        self, s: Fields, mind: Mind, ways: Ways, best_rate: Tensor
+        self, s: Fields, mind: Mind, ways: Ways, stakes: Stakes, best_rate: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Who would rather look at unseen cells, bool [N, B], and its step, int64 [N, B].
 
@@ -328,7 +379,8 @@ class Expert:
             far = far.expand(town.num_affordances, *far.shape)
             wait, open_left = self.opened(s, mind.phase, far)
             hidden = ways.hidden & (wait < ALWAYS)
-            found, _ = self.weigh(s, mind, ways, (far + wait).float(), far, open_left, hidden)
+            use = (far + wait).float(), far, open_left, hidden
+            found, _ = self.weigh(s, mind, ways, stakes, *use)
             searches = p["search"] > 0
             look_x = torch.where(searches, there_x, look_x) if self.strays else there_x
             look_y = torch.where(searches, there_y, look_y) if self.strays else there_y

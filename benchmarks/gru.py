@@ -19,7 +19,7 @@ def write_gru(path: Path, seed: int = 0) -> Path:
         numpy_helper.from_array(rng.normal(0, 1, size).astype(np.float32), name)
         for name, size in sizes.items()
     ]
-    weights.append(numpy_helper.from_array(np.float32([1]), "one"))
+    weights.append(numpy_helper.from_array(np.array([1], np.float32), "one"))
     node = helper.make_node
     nodes = [
         node("MatMul", ["obs", "wx"], ["x"]),

@@ -121,7 +121,7 @@ class Everyone(TownVectorEnv):
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         self._state = self.town.reset(seed or 0, self.worlds)
         return self._observe(), {}
 

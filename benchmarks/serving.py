@@ -67,8 +67,9 @@ def observations(agent: OnnxAgent, count: int, seed: int = 0) -> list[Observatio
         if wanted.dtype == "float32":
             low, high = max(wanted.low, -1), min(wanted.high, 1)
             return rng.uniform(low, high, wanted.shape).round(4).astype("float32")
-        low, high = (wanted.low, wanted.high) if name in agent.card.get("limits", {}) else (0, 1)
-        return rng.integers(low, high, wanted.shape, endpoint=True).astype(wanted.dtype)
+        limited = name in agent.card.get("limits", {})
+        least, most = (int(wanted.low), int(wanted.high)) if limited else (0, 1)
+        return rng.integers(least, most, wanted.shape, endpoint=True).astype(wanted.dtype)
 
     return [{name: field(name) for name in signature.observation} for _ in range(count)]
 
@@ -109,7 +110,7 @@ def lives_request(binary: bool, rows: list[Observation], name: str, start: bool)
     count = len(rows)
     tensors = {field: np.stack([row[field] for row in rows]) for field in rows[0]}
     ids = [f"{name}-{i}".encode() for i in range(count)]
-    described = [
+    described: list[dict[str, Any]] = [
         {"name": n, "shape": x.shape, "datatype": DATATYPES[str(x.dtype)]}
         for n, x in tensors.items()
     ]
@@ -118,8 +119,8 @@ def lives_request(binary: bool, rows: list[Observation], name: str, start: bool)
     outputs: dict[str, Any] = {"name": "action"}
     if not binary:
         values = [*map(as_json, tensors.values()), [start] * count, [i.decode() for i in ids]]
-        inputs = [{**d, "data": data} for d, data in zip(described, values, strict=True)]
-        body = json.dumps({"inputs": inputs, "outputs": [outputs]}).encode()
+        full = [{**d, "data": data} for d, data in zip(described, values, strict=True)]
+        body = json.dumps({"inputs": full, "outputs": [outputs]}).encode()
         return http("POST", "/v2/models/hamlet-agent/infer", body)
     parts = [x.tobytes() for x in tensors.values()]
     parts += [bytes([start] * count), b"".join(len(i).to_bytes(4, "little") + i for i in ids)]
@@ -170,7 +171,7 @@ def hamlet(agent: Path, *options: str) -> Iterator[tuple[int, int, subprocess.Po
         assert process.stderr is not None
         port = grpc_port = 0
         for line in process.stderr:
-            told = json.loads(line) if line.startswith("{") else {"event": line}
+            told: dict[str, Any] = json.loads(line) if line.startswith("{") else {"event": line}
             if told["event"] == "serving grpc":
                 grpc_port = told["port"]
             if told["event"] == "serving":

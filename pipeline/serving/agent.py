@@ -145,7 +145,7 @@ class OnnxAgent:
                 raise HamletError(f"observation field '{name}' is missing", _expected(field))
             arrays[name] = _checked(field, observation[name])
         sizes = {
-            n: a.shape[wanted[n].axis] for n, a in arrays.items() if wanted[n].axis is not None
+            n: a.shape[axis] for n, a in arrays.items() if (axis := wanted[n].axis) is not None
         }
         if len(set(sizes.values())) > 1:
             told = ", ".join(f"{name} {size}" for name, size in sizes.items())

@@ -176,7 +176,8 @@ class _There:
 
     def think(self, observation: Observation) -> dict[str, Any]:
         plain = {name: np.asarray(value).tolist() for name, value in observation.items()}
-        asked = {"observation": plain, "session": self._session(), "id": self._request()}
+        asked: dict[str, Any] = {"observation": plain, "session": self._session()}
+        asked["id"] = self._request()
         asked |= {} if self.begun else {"start": True, "seed": self.seed}
         answer = json.loads(self._ask("POST", "/act?thoughts=1", json.dumps(asked).encode()))
         self.begun = True

@@ -126,9 +126,8 @@ class Connection(HttpToolsProtocol):
         if self.parser.should_upgrade() and not self._should_upgrade():
             self.upgrade_ignored = True
             return
-        if self.url == self.config.app.infer_path and (
-            self.cycle is None or self.cycle.response_complete
-        ):
+        app: Any = self.config.app
+        if self.url == app.infer_path and (self.cycle is None or self.cycle.response_complete):
             short = self._short()
             if short is not None:
                 self.cycle = short  # type: ignore[assignment]

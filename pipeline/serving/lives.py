@@ -74,9 +74,9 @@ def rows_of(
         )
     records = records_of(model, inputs, binary, len(names))
     rows = []
-    for row, name in enumerate(names):
+    for row, life in enumerate(names):
         one = request.copy()
-        one.sequence, one.record = name, records[row]
+        one.sequence, one.record = life, records[row]
         if "sequence_start" in told:
             one.start = bool(told["sequence_start"][row])
         if "sequence_end" in told:
@@ -124,7 +124,12 @@ def _values(entry: dict[str, Any], piece: memoryview) -> list[Any]:
         )
     sizes = [integer(n) for n in shape] if type(shape) is list else []
     rows = sizes[0] if sizes else None
-    if not rows or rows < 0 or any(not n or n < 0 for n in sizes) or prod(sizes) != rows:
+    if (
+        not rows
+        or rows < 0
+        or any(not n or n < 0 for n in sizes)
+        or prod(n or 0 for n in sizes) != rows
+    ):
         raise HamletError(f"input '{name}' has shape {shape!s:.60}", "[N], a value for each row")
     data = entry.get("data")
     if data is None:

@@ -177,7 +177,9 @@ class Model:
     def deliberates(self, slot: int) -> bool:
         """Whether the next tick of a row is one of the few at which the agent deliberates."""
         clock = self.signature.clock
-        return self._period > 1 and not self.slab[clock][slot] % self._period
+        if clock is None or self._period <= 1:
+            return False
+        return not self.slab[clock][slot] % self._period
 
     # -- one batch
 

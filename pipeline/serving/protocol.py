@@ -250,7 +250,7 @@ def _outputs(request: InferRequest, model: Model, given: Any) -> list[tuple[str,
             raise HamletError(f"'parameters' of output '{name}' is not an object")
         plain = parameters.get("binary_data") is None
         binary = request.binary if plain else flag(parameters, "binary_data")
-        asked.append((name, binary))
+        asked.append((str(name), binary))
     usual = outputs_of(model, request.sequence is not None or bool(request.lives))
     return asked or [(name, request.binary) for name in usual]
 

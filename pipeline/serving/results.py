@@ -115,9 +115,9 @@ async def _of_many(
             waiting.append((None, error))
     got = [w if isinstance(w, tuple) else await w for w in waiting]
     ticked = sum(action is not None for action, _ in got)
-    for one, (action, error) in zip(rows, got, strict=True):
+    for one, (action, wrong) in zip(rows, got, strict=True):
         if action is None:
-            raise _of_row(one, error, ticked)
+            raise _of_row(one, wrong, ticked)
     request.version = ",".join(dict.fromkeys(one.version for one in rows))
     return [
         _together(model, name, [_of_one(model, name, action, more) for action, more in got])

@@ -58,7 +58,8 @@ def open_source(
         raise HamletError(
             f"{where} names no model", "write models:/NAME@ALIAS, models:/NAME/VERSION or a file"
         )
-    return RegistrySource(where, *found.groups(), states=states, action=action)
+    model, alias, version = found.groups()
+    return RegistrySource(where, model, alias, version, states, action)
 
 
 class FileSource:

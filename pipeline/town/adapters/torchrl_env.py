@@ -66,7 +66,7 @@ class TownTorchRLEnv(EnvBase):
 
     def _reset(self, tensordict: TensorDict | None = None, **_: object) -> TensorDict:
         asked = () if tensordict is None else tensordict.keys(include_nested=True)
-        if "_reset" in asked:
+        if tensordict is not None and "_reset" in asked:
             self._state = self.town.renew(self._state, tensordict["_reset"].flatten())
         elif (GROUP, "_reset") not in asked:
             self._seed = (self._seed * 1_103_515_245 + 12_345) % 2**31

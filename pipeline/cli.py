@@ -55,6 +55,21 @@ def told_in_one_line(command: Callable[P, None]) -> Callable[P, None]:
     return wrapped
 
 
+def trained(agent: Path) -> Path:
+    """The same path.
+
+    Raises:
+        HamletError: nothing is there.
+    """
+    if not agent.exists():
+        raise HamletError(
+            f"{agent} is missing, nothing has been trained here",
+            "run `dvc repro`, smaller after `hamlet preset quick`; or `dvc pull agent` where a "
+            "remote holds it",
+        )
+    return agent
+
+
 def _needs_training_packages(command: str) -> None:
     for package in ("torch", "tensordict", "PIL", "yaml"):
         if find_spec(package) is None:
@@ -87,7 +102,7 @@ def play(
     from hamlet.serving.agent import OnnxAgent
     from hamlet.town import Town, render_ascii, render_png
 
-    player = OnnxAgent(agent)
+    player = OnnxAgent(trained(agent))
     town = Town(_pack_of(player.card, agent), num_layouts=1, layout_seed=world + UNSEEN_MAPS)
     console = Console(highlight=False)
     returns = [0.0] * town.num_agents
@@ -205,7 +220,7 @@ def act(
     """One JSON observation in; the action and the thoughts behind it out, as JSON."""
     from hamlet.serving.agent import OnnxAgent
 
-    player = OnnxAgent(agent)
+    player = OnnxAgent(trained(agent))
     if example:
         print(json.dumps(_example(player), indent=1))
         return

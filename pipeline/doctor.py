@@ -60,6 +60,8 @@ def report() -> list[Check]:
         _runtime,
         _torch,
         _params,
+        _pack,
+        _facts,
         _disk,
         _stages,
         _checkpoints,
@@ -175,10 +177,39 @@ def _time_matmul(torch: Any, dtype: Any) -> float:
 def _params() -> Iterator[Check]:
     if find_spec("yaml") is None:
         return
-    from hamlet.params import load_params
+    from hamlet.params import chosen_preset, load_params
 
     load_params()
-    yield Check("params.yaml", "ok", "valid")
+    preset = chosen_preset(Path())
+    yield Check("params.yaml", "ok", f"valid, preset {preset}" if preset else "valid")
+
+
+def _pack() -> Iterator[Check]:
+    if find_spec("yaml") is None:
+        return
+    from hamlet.params import load_params
+    from hamlet.town import load_pack
+
+    try:
+        source = load_params().town.pack
+    except HamletError:
+        return  # told as params.yaml's
+    pack = load_pack(source)
+    yield Check("town pack", "ok", f"{pack.name}, {pack.agents} agents, {pack.width}x{pack.height}")
+
+
+def _facts() -> Iterator[Check]:
+    if any(find_spec(package) is None for package in ("yaml", "torch")):
+        return
+    from hamlet.params import load_params
+    from hamlet.proofs import open_graph
+
+    try:
+        params = load_params()
+    except HamletError:
+        return
+    graph = open_graph(params.proofs.data, params.seed)
+    yield Check("facts", "ok", f"{graph.name}, {len(graph.known())} facts")
 
 
 def _disk() -> Iterator[Check]:
@@ -199,14 +230,19 @@ def _stages() -> Iterator[Check]:
     )
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        yield Check("stages", "fail", f"`dvc status` failed: {reason}", "run `dvc status`")
+        fix = "run `dvc status`"
+        if "not a git repository" in reason:
+            fix = "git init, or without Git: dvc config --local core.no_scm true"
+        yield Check("stages", "fail", f"`dvc status` failed: {reason}", fix)
         return
     changes = json.loads(done.stdout or "{}")
     stale = {stage: why for stage, entries in changes.items() if (why := _reasons(entries))}
     for stage, reasons in stale.items():
         more = f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""
         detail = "; ".join(reasons[:3]) + more
-        yield Check(f"stage {stage}", "warn", detail, f"dvc repro {stage}")
+        # What `world` finds changes those after it: they are not stale before it has run.
+        fix = "dvc repro" if stage == "world" else f"dvc repro {stage}"
+        yield Check(f"stage {stage}", "warn", detail, fix)
     if not stale:
         yield Check("stages", "ok", "every stage is up to date")
 

@@ -99,6 +99,39 @@ def test_broken_files_are_found_with_the_fix(repo):
     assert "did you mean `seed`" in found["params"].fix
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "check", "detail"),
+    [
+        ("pack: l7_scarce", "pack: gone.yaml", "pack", "gone.yaml: no such pack"),
+        ("pack: l7_scarce", "pack: bad.yaml", "pack", "bad.yaml: not readable as YAML"),
+        ("data: kinship", "data: nowhere", "facts", "nowhere"),
+    ],
+)
+def test_a_pack_or_facts_that_cannot_be_read_are_found(repo, old, new, check, detail):
+    Path("bad.yaml").write_text("name: [\n")
+    text = Path("params.yaml").read_text()
+    assert text.count(old) == 1
+    assert by_name()["town pack"].detail.startswith("l7_scarce")
+    assert by_name()["facts"].detail.startswith("kinship")
+    Path("params.yaml").write_text(text.replace(old, new))
+    found = by_name()
+    assert found["params.yaml"].status == "ok"
+    assert found[check].status == "fail"
+    assert detail in found[check].detail + found[check].fix
+    assert "\n" not in found[check].detail
+
+
+def test_without_git_the_fix_is_named_and_mends_it(repo):
+    for name in (".dvc/config", ".dvc/.gitignore"):
+        (repo / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, repo / name)
+    Path("dvc.yaml").write_text("stages: {one: {cmd: 'true'}}\n")
+    fix = by_name()["stages"].fix
+    assert fix.startswith("git init, or without Git: dvc config")
+    dvc(*fix.partition("dvc ")[2].split())
+    assert "stages" not in by_name() or by_name()["stages"].status != "fail"
+
+
 def test_interrupted_work_is_listed(repo):
     for name in ("world_model", "tune", "study-no_social-2"):
         (repo / "checkpoints" / f"{name}-0123456789abcdef").mkdir(parents=True)

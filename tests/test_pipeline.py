@@ -103,7 +103,12 @@ def test_what_a_stage_opens_is_among_its_dependencies(tiny, stage):
     def among(path: str, names) -> bool:
         return any(path == name or path.startswith(f"{name}/") for name in names)
 
-    files = {path for path in opened if (tiny.path / path).is_file() and not path.endswith(".pyc")}
+    # Imported, not only hashed for a checkpoint's name: its byte code was asked for.
+    imported = {
+        re.sub(r"__pycache__/(\w+)\.cpython.*", r"\1.py", p) for p in opened if "__pyc" in p
+    }
+    read = {path for path in opened if not path.endswith((".py", ".pyc", "py.typed"))}
+    files = {path for path in read | imported if (tiny.path / path).is_file()}
     files = {path for path in files if not path.endswith("__init__.py")}
     assert {path for path in files if not among(path, known)} == set()
     data = [dep for dep in own["deps"] if dep.startswith("artifacts/")]

@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hamlet.artifacts import HamletError, atomic_path, how_to_make
-from hamlet.offline.cli import app as offline_app
+from hamlet.cli_registry import add_commands
 from hamlet.serving.command import card, serve
 
 AGENT = Path("artifacts/agent.onnx")
@@ -35,7 +35,6 @@ P = ParamSpec("P")
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_show_locals=False, help="Agents that live in the town."
 )
-app.add_typer(offline_app, name="offline")
 AgentFile = Annotated[Path, typer.Option(help="The exported agent; its card stands beside it.")]
 
 
@@ -445,6 +444,9 @@ def preset(
         differs = sum(len(v) if isinstance(v, dict) else 1 for v in overlay.values())
         what = f"{differs} values differ from params.yaml" if differs else "params.yaml as it is"
         print(f"{'*' if known == chosen else ' '} {known:<8} {what}")
+
+
+add_commands(app, told_in_one_line)
 
 
 # ------------------------------------------------------------------------------------------------

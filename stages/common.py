@@ -34,7 +34,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hamlet.artifacts import HamletError, how_to_make, sha256_json, sha256_path
 from hamlet.params import Params, load_params
-from hamlet.tracking import StageRun, is_dvc, repo_root, stage_run
+from hamlet.tracking import StageRun, is_dead, is_dvc, repo_root, stage_run
+from hamlet.tracking.processes import GRACE_SECONDS, dvc_identity, end_with_parents
 from stages.overall import timed
 
 T = TypeVar("T")
@@ -72,7 +73,8 @@ class Stage:
         It lives in the (real) repository's `checkpoints/`, outside DVC's outputs, and its name
         holds a hash of the stage's params, the contents of `inputs` (files or folders, code too)
         and `extra`: other work never resumes from it. Removed when the stage succeeds. If another
-        process is doing the very same work, this one gets a folder of its own.
+        process is doing the very same work, this one gets a folder of its own; if that process is
+        what a killed `dvc` left, this one waits for its end and goes on from where it was.
         """
         from hamlet.learning.distributed import from_first
 
@@ -86,10 +88,8 @@ class Stage:
         folder.parent.mkdir(exist_ok=True)
         other = 0
         if self.first:
-            lock = FileLock(folder.with_name(folder.name + ".lock"), timeout=0)
-            try:
-                self._stack.enter_context(lock)
-            except Timeout:
+            self.run.work(folder.name)
+            if not self._take(folder):
                 other = os.getpid()
         other = from_first(other)
         if other:
@@ -97,6 +97,25 @@ class Stage:
         folder.mkdir(exist_ok=True)
         self.folder = folder
         return folder
+
+    def _take(self, folder: Path) -> bool:
+        """Take the lock of a checkpoint folder; False if another living execution has it."""
+        lock = FileLock(folder.with_name(folder.name + ".lock"), timeout=0)
+        owner = folder.with_name(folder.name + ".owner")
+        try:
+            self._stack.enter_context(lock)
+        except Timeout:
+            started_by = owner.read_text() if owner.exists() else ""
+            if not is_dead(started_by):
+                return False
+            _say(f"{self.name}: waiting for what a killed dvc left running to end", "yellow")
+            try:
+                self._stack.enter_context(lock.acquire(timeout=2 * GRACE_SECONDS))
+            except Timeout:
+                return False
+        owner.write_text(dvc_identity() or "")
+        self._stack.callback(owner.unlink, missing_ok=True)
+        return True
 
 
 @contextmanager
@@ -111,6 +130,7 @@ def stage(name: str) -> Iterator[Stage]:
         if ranks() > 1 and name not in TRAINED:
             command = f"python -m stages.{name}"
             raise HamletError(f"{name} trains nothing on {ranks()} ranks", f"run `{command}`")
+        end_with_parents()
         params = load_params()
         facts = prepare_torch(params.seed) | ({"ranks": str(ranks())} if ranks() > 1 else {})
         from hamlet.learning.distributed import process_group
@@ -193,6 +213,8 @@ def _signals_interrupt() -> Iterator[None]:
     """SIGTERM and a closed terminal end the work as Ctrl-C does, so that nothing is lost."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        for each in numbers:  # once: who ends a stage may well say so twice
+            signal.signal(each, signal.SIG_IGN)
         raise KeyboardInterrupt(signal.Signals(number))
 
     if threading.current_thread() is not threading.main_thread():

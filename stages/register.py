@@ -1,30 +1,53 @@
-"""Stage `register`: agent and prover in MLflow's registry, champions if they pass their gates.
+"""Stage `register`: agent and prover in MLflow's registry.
 
-A summary comes last. DVC runs this stage every time, also when every other one came from its cache;
-it does nothing but look unless the registry lacks one of the two. It never imports PyTorch.
+A new version becomes champion if it passes its gate and is no worse than the one that is, in the
+same held-out cases. A version that the registry has already never moves the alias: it is the user's
+to hold. A summary comes last. DVC runs this stage every time, also when every other one came from
+its cache; it does nothing but look unless the registry lacks one of the two. It never imports
+PyTorch.
 """
 
+import csv
 import json
 import sys
 from collections.abc import Mapping
-from contextlib import redirect_stderr
+from contextlib import chdir, redirect_stderr
 from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
-from urllib.parse import unquote, urlparse
 
 from rich.console import Console
 from rich.table import Table
 
 from hamlet import tracking
-from hamlet.artifacts import HamletError, check_card, how_to_make, read_json, write_json
+from hamlet.artifacts import (
+    HamletError,
+    check_card,
+    how_to_make,
+    read_json,
+    sha256_json,
+    write_json,
+)
 from hamlet.ort import check_runtime
 from hamlet.params import Params, load_params
-from hamlet.tracking import CHAMPION, MODEL, PROVER_MODEL, StageRun, stage_run
+from hamlet.registry import Cases, compare, give_alias
+from hamlet.tracking import MODEL, PROVER_MODEL, StageRun, stage_run
 from stages.common import one_line_errors
 from stages.overall import spent, table, timed
-from stages.paths import AGENT, EPISODE, PROVER_ONNX, REPORT, metrics
+from stages.paths import AGENT, EPISODE, PROVER_ONNX, RANKS, REPORT, curve, metrics
+
+# What of a model's scores stands beside its version and its execution, and by which name.
+FACTS: dict[str, dict[str, str]] = {
+    MODEL: {
+        "mean_return": "score",
+        "share_of_expert": "ratio_to_expert",
+        "ratio_over_rest": "ratio_over_rest",
+        "survival": "survival",
+    },
+    PROVER_MODEL: {"mrr_all": "prover_mrr", "symbolic_mrr_all": "prover_mrr_symbolic"},
+}
 
 
 class Candidate(NamedTuple):
@@ -35,41 +58,94 @@ class Candidate(NamedTuple):
     card: Mapping[str, Any]
     scores: Mapping[str, Any]
     reasons: list[str]
+    cases: Cases
 
     def verdict(self) -> dict[str, Any]:
         return {
             "sha256": self.card["sha256"], "passed": not self.reasons, "reasons": self.reasons
         }  # fmt: skip
 
+    def facts(self) -> dict[str, float]:
+        """The numbers by which versions and executions are compared."""
+        return {
+            short: float(self.scores[name])
+            for name, short in FACTS[self.model].items()
+            if isinstance(self.scores.get(name), int | float)
+        }
+
+
+class Registered(NamedTuple):
+    """What the registry holds of a candidate now."""
+
+    version: int
+    new: bool
+    champion: int | None
+    """The version that holds the alias, whichever it is."""
+    why: str
+    """Of a new version, why it took the alias or did not."""
+
 
 def main() -> None:
-    """Register both, make champions of those whose gate allows it, print the summary."""
+    """Register both, make champions of new ones that are no worse, print the summary."""
     with one_line_errors("register"), timed("register"):
         params = load_params()
-        card = check_card(AGENT)
-        scores = read_json(metrics("evaluate"))
-        played = scores.get("agent_sha256", card["sha256"])
-        if played != card["sha256"]:
-            raise HamletError(
-                f"{metrics('evaluate')} is about another agent ({played}) than {AGENT} "
-                f"({card['sha256']})",
-                how_to_make(metrics("evaluate")),
-            )
-        if lacking := {"mean_return", "survival"} - scores.keys():
-            raise HamletError(
-                f"{metrics('evaluate')} lacks {', '.join(sorted(lacking))}",
-                how_to_make(metrics("evaluate")),
-            )
-        trained = read_json(metrics("policy"))
-        reasons = gate(params.register.model_dump(), trained | scores)
-        agent = Candidate(MODEL, AGENT, card, scores, reasons)
-        ranked = read_json(metrics("prove_evaluate"))
-        card = check_card(PROVER_ONNX)
-        prover = Candidate(PROVER_MODEL, PROVER_ONNX, card, ranked, gate_prover(ranked))
-        versions = register(params, [agent, prover])
-        write_json(metrics("register"), agent.verdict() | {"prover": prover.verdict()})
-        summary([agent, prover], versions)
+        candidates = [agent(params), prover()]
+        first, second = candidates
+        write_json(metrics("register"), first.verdict() | {"prover": second.verdict()})
+        try:
+            found = register(params, candidates)
+        except HamletError:
+            summary(candidates, None)
+            raise
+        summary(candidates, found)
         where_time_went()
+
+
+def agent(params: Params) -> Candidate:
+    """The agent that was played last.
+
+    Raises:
+        HamletError: its file or its evaluation is missing, corrupt or of another agent.
+    """
+    card = check_card(AGENT)
+    scores = read_json(metrics("evaluate"))
+    played = scores.get("agent_sha256", card["sha256"])
+    if played != card["sha256"]:
+        raise HamletError(
+            f"{metrics('evaluate')} is about another agent ({played}) than {AGENT} "
+            f"({card['sha256']})",
+            how_to_make(metrics("evaluate")),
+        )
+    if lacking := {"mean_return", "survival"} - scores.keys():
+        raise HamletError(
+            f"{metrics('evaluate')} lacks {', '.join(sorted(lacking))}",
+            how_to_make(metrics("evaluate")),
+        )
+    reasons = gate(params.register.model_dump(), read_json(metrics("policy")) | scores)
+    rows = _table(curve("returns"))
+    own = [float(row["return"]) for row in rows if row["player"] == "agent"]
+    # The same scripted players got the same returns: these are the same worlds.
+    cases = sha256_json([row for row in rows if row["player"] != "agent"])
+    return Candidate(MODEL, AGENT, card, scores, reasons, Cases("return", cases, own))
+
+
+def prover() -> Candidate:
+    """The prover that ranked last.
+
+    Raises:
+        HamletError: its file or its ranks are missing or corrupt.
+    """
+    card, scores = check_card(PROVER_ONNX), read_json(metrics("prove_evaluate"))
+    rows = _table(RANKS)
+    own = [1.0 / float(row["rank"]) for row in rows]
+    cases = sha256_json([{k: v for k, v in row.items() if k != "rank"} for row in rows])
+    ranks = Cases("reciprocal rank", cases, own)
+    return Candidate(PROVER_MODEL, PROVER_ONNX, card, scores, gate_prover(scores), ranks)
+
+
+def _table(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -115,23 +191,31 @@ def gate_prover(scores: Mapping[str, Any]) -> list[str]:
 # The registry
 
 
-def register(params: Params, candidates: list[Candidate]) -> list[tuple[int, str]]:
-    """Make sure the registry holds these and the aliases are right; returns (version, news) each.
+def register(params: Params, candidates: list[Candidate]) -> list[Registered]:
+    """Make sure that the registry holds these; only a version that is new may claim the alias.
 
     Raises:
         HamletError: the MLflow database cannot be reached.
     """
+    client = tracking.client()
     try:
-        client = tracking.client()
         with tracking.tracking_lock():
             experiment = tracking.experiment_id(client)
-            idle = tracking.find_parent(client, experiment) is None
+            key = tracking.execution_key()
+            idle = tracking.find_run(client, experiment, tracking.EXECUTION, key) is None
             found = [find_version(client, c.model, c.card["sha256"]) for c in candidates]
+        if idle:
+            tracking.send_waiting(client, tracking.tracking_uri())
+        if idle and all(found):
+            return [_known(client, c, n) for c, n in zip(candidates, found) if n is not None]
+        return _logged(client, params, candidates)
+    except HamletError:
+        raise
     except Exception as error:  # whatever MLflow, SQLite or the disk say
-        raise _no_registry(error) from error
-    if idle and all(n is not None and _alias_is_right(client, c, n)
-                    for c, n in zip(candidates, found)):  # fmt: skip
-        return [(number, "unchanged") for number in found if number is not None]
+        raise tracking.no_registry(error) from error
+
+
+def _logged(client: Any, params: Params, candidates: list[Candidate]) -> list[Registered]:
     with stage_run("register", params) as run:
         for candidate in candidates:
             scores = candidate.scores
@@ -140,52 +224,93 @@ def register(params: Params, candidates: list[Candidate]) -> list[tuple[int, str
             run.metrics({k: v for k, v in numbers.items() if isinstance(v, int | float)})
         run.artifact(metrics("evaluate"))
         run.artifact(metrics("prove_evaluate"))
+        run.flush(patience=60.0)
         if run.run_id is None:
-            raise _no_registry(None)
-        return [_register(client, run, candidate) for candidate in candidates]
+            raise tracking.no_registry("it does not answer")
+        done = [_register(client, run, candidate) for candidate in candidates]
+        for candidate, now in zip(candidates, done):
+            name = candidate.model.removeprefix("hamlet-")
+            run.execution(
+                candidate.facts(),
+                {f"registered.{name}": now.version, f"champion.{name}": now.champion},
+            )
+        run.tag("hamlet.model_version", done[0].version)
+        return done
 
 
-def _register(client: Any, run: StageRun, candidate: Candidate) -> tuple[int, str]:
+def _register(client: Any, run: StageRun, candidate: Candidate) -> Registered:
     with tracking.tracking_lock():  # two workers may have made the same file
         found = find_version(client, candidate.model, candidate.card["sha256"])
-        news = "unchanged" if found is not None else "new"
-        number = found if found is not None else log_model(run, candidate)
-        _set_alias(client, candidate, number)
-    gate = "; ".join(candidate.reasons) or "passed"
-    client.set_model_version_tag(candidate.model, str(number), "gate", gate)
-    if candidate.model == MODEL:
-        run.tag("hamlet.model_version", number)
-    return number, news
+        if found is not None:
+            return _known(client, candidate, found)
+        holder = tracking.champion(client, candidate.model)
+        number = log_model(run, candidate)
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / f"{candidate.model}.json"
+            path.write_text(candidate.cases.text(), encoding="utf-8")
+            tracking.log_file(client, str(run.run_id), path, "cases")
+        passed, why = decide(client, candidate, holder)
+        if passed:
+            give_alias(client, candidate.model, number)
+        _describe(client, candidate, number, passed, why)
+    champion = number if passed else int(holder.version) if holder else None
+    return Registered(number, True, champion, why)
+
+
+def _known(client: Any, candidate: Candidate, number: int) -> Registered:
+    holder = tracking.champion(client, candidate.model)
+    return Registered(number, False, int(holder.version) if holder else None, "")
+
+
+def decide(client: Any, candidate: Candidate, holder: Any) -> tuple[bool, str]:
+    """Whether a new version takes the alias from the version that holds it, and why."""
+    if candidate.reasons:
+        return False, "; ".join(candidate.reasons)
+    if holder is None:
+        return True, "passed its gate, and no version was champion"
+    name = f"version {holder.version}"
+    if tracking.file_of(client, holder) is False:
+        return True, f"passed its gate, and the file of {name} is gone"
+    text = tracking.read_file(client, holder.run_id, f"cases/{candidate.model}.json")
+    old = Cases.of(text) if text else None
+    return compare(candidate.cases, old, name)
+
+
+def _describe(client: Any, candidate: Candidate, number: int, passed: bool, why: str) -> None:
+    facts = {key: f"{value:.6g}" for key, value in candidate.facts().items()}
+    tags = facts | {
+        "gate": "; ".join(candidate.reasons) or "passed",
+        "promoted": f"{'yes' if passed else 'no'}: {why}",
+    }
+    for key, value in tags.items():
+        client.set_model_version_tag(candidate.model, str(number), key, value)
+    scores = ", ".join(f"{key} {value}" for key, value in facts.items())
+    verdict = "Champion when it was registered" if passed else "Not champion"
+    client.update_model_version(candidate.model, str(number), f"{scores}. {verdict}: {why}.")
 
 
 def find_version(client: Any, model: str, sha256: str) -> int | None:
-    """The version of a model with this hash whose file is still there, or None.
-
-    A version whose file was deleted is removed: nothing could load it.
-    """
-    numbers = []
+    """The first version of a model with this hash whose file is still there, or None."""
+    numbers: list[int] = []
+    gone: list[int] = []
     for found in client.search_model_versions(f"name = '{model}'"):
         if found.tags.get("sha256") == sha256:
-            if _file_of(client, found) is False:
-                client.delete_model_version(model, found.version)
-            else:
-                numbers.append(int(found.version))
+            lost = tracking.file_of(client, found) is False
+            (gone if lost else numbers).append(int(found.version))
+    if gone and not numbers:
+        print(
+            f"warning: the file of {model} version {min(gone)} is gone: it is registered again, as "
+            "a new version",
+            file=sys.stderr,
+        )
     return min(numbers, default=None)
 
 
-def _file_of(client: Any, model_version: Any) -> bool | None:
-    """Whether a version's ONNX file exists; None where it is not on this machine."""
-    kind, _, model_id = model_version.source.partition(":/")
-    if kind != "models":
-        return None
-    place = urlparse(client.get_logged_model(model_id).artifact_location)
-    if place.scheme not in ("", "file"):
-        return None
-    return (Path(unquote(place.path)) / "model.onnx").is_file()
-
-
 def log_model(run: StageRun, candidate: Candidate) -> int:
-    """Log an ONNX file that requires one ONNX Runtime; returns its version."""
+    """Log an ONNX file that requires one ONNX Runtime; returns its version.
+
+    The execution's own run holds it, so that its row shows it.
+    """
     import mlflow
     import onnx
 
@@ -193,10 +318,13 @@ def log_model(run: StageRun, candidate: Candidate) -> int:
     needs = [f"{build}=={build_version}", f"onnx=={version('onnx')}"]
     model, card = onnx.load(candidate.file), candidate.card
     mlflow.set_tracking_uri(tracking.tracking_uri())
-    mlflow.set_registry_uri(tracking.tracking_uri())
     chatter = StringIO()
     try:
-        with redirect_stderr(chatter), mlflow.start_run(run_id=run.run_id):
+        with (
+            redirect_stderr(chatter),
+            chdir(tracking.repo_root()),  # artifacts have names relative to it
+            mlflow.start_run(run_id=run.parent_id, log_system_metrics=False),
+        ):
             logged = mlflow.onnx.log_model(
                 model,
                 name=candidate.file.stem,
@@ -210,12 +338,28 @@ def log_model(run: StageRun, candidate: Candidate) -> int:
                     "card": json.dumps(card),  # all that a server needs beside the graph
                 },
             )
-            tags = {"sha256": card["sha256"]}
-            made = mlflow.register_model(logged.model_uri, candidate.model, tags=tags)
+        made = tracking.client().create_model_version(
+            _model_named(candidate.model),
+            logged.model_uri,
+            run.run_id,
+            tags={"sha256": card["sha256"]},
+            model_id=logged.model_id,
+        )
     except BaseException:
         sys.stderr.write(chatter.getvalue())
         raise
     return int(made.version)
+
+
+def _model_named(name: str) -> str:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        tracking.client().create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    return name
 
 
 def _signature(model: Any) -> Any:
@@ -239,33 +383,16 @@ def _signature(model: Any) -> Any:
     return ModelSignature(inputs=specs(model.graph.input), outputs=specs(model.graph.output))
 
 
-def _alias_is_right(client: Any, candidate: Candidate, number: int) -> bool:
-    now = tracking.champion(client, candidate.model)
-    return (now is not None and int(now.version) == number) == (not candidate.reasons)
-
-
-def _set_alias(client: Any, candidate: Candidate, number: int) -> None:
-    if not _alias_is_right(client, candidate, number):
-        if candidate.reasons:  # it was champion under a lower gate
-            client.delete_registered_model_alias(candidate.model, CHAMPION)
-        else:
-            client.set_registered_model_alias(candidate.model, CHAMPION, str(number))
-
-
-def _no_registry(error: Exception | None) -> HamletError:
-    reason = (
-        (str(error).strip().splitlines() or [type(error).__name__])[0] if error else "see above"
-    )
-    fix = "free or mend the database (an old one: `mlflow db upgrade`), or move it away and rerun"
-    return HamletError(f"the registry {tracking.tracking_uri()} cannot be used ({reason})", fix)
-
-
 # ------------------------------------------------------------------------------------------------
 # The summary
 
 
-def summary(candidates: list[Candidate], versions: list[tuple[int, str]]) -> None:
-    """Print the end of `dvc repro`: scores against the baselines and where everything is."""
+def summary(candidates: list[Candidate], found: list[Registered] | None) -> None:
+    """Print the end of `dvc repro`: scores against the baselines and where everything is.
+
+    Args:
+        found: what the registry holds, None if it could not be reached.
+    """
     scores, ranked = (candidate.scores for candidate in candidates)
     console = Console(highlight=False, soft_wrap=True)
     table = Table("", "mean return", "survival", box=None, pad_edge=False)
@@ -285,19 +412,11 @@ def summary(candidates: list[Candidate], versions: list[tuple[int, str]]) -> Non
         learnt, plain = ranked["mrr_all"], ranked["symbolic_mrr_all"]
         console.print(f"prover: MRR {learnt:.3f} over all entities (symbolic baseline {plain:.3f})")
     console.print()
-    for candidate, (number, news) in zip(candidates, versions):
-        title = f"{candidate.model} version {number}" + (", new" if news == "new" else "")
-        if candidate.reasons:
-            why = "; ".join(candidate.reasons)
-            console.print(f"{title}, is not champion: {why}", style="yellow")
-        else:
-            console.print(f"{title}, is the champion", style="green")
-    for what, where in (
-        ("ONNX file", AGENT),
-        ("report", REPORT),
-        ("episode", EPISODE),
-        ("MLflow", f"mlflow ui --backend-store-uri {_page_uri()}"),
-    ):
+    for candidate, now in zip(candidates, found or ()):
+        text, style = verdict(candidate, now)
+        console.print(text, style=style)
+    places = [("ONNX file", AGENT), ("report", REPORT), ("episode", EPISODE)]
+    for what, where in [*places, *(_page() if found is not None else ())]:
         console.print(f"{what:<10} {where}")
 
 
@@ -308,10 +427,33 @@ def where_time_went() -> None:
         print("\n".join(["", *table(seconds)]))
 
 
-def _page_uri() -> str:
+def verdict(candidate: Candidate, now: Registered) -> tuple[str, str]:
+    """One line on a candidate's place in the registry, and its colour."""
+    title = f"{candidate.model} version {now.version}" + (", new" if now.new else "")
+    if now.champion == now.version:
+        if candidate.reasons and not now.new:
+            return f"{title}, is the champion, but its gate says: {candidate.reasons[0]}", "yellow"
+        return f"{title}, is the champion" + (f": {now.why}" if now.why else ""), "green"
+    by_hand = f"`hamlet promote {candidate.model} {now.version}` makes it champion"
+    if now.new:
+        return f"{title}, is not champion: {now.why} ({by_hand})", "yellow"
+    if now.champion is None:
+        why = "; ".join(candidate.reasons) or "nobody is"
+        return f"{title}, is not champion: {why} ({by_hand})", "yellow"
+    return f"{title}, is not champion, version {now.champion} is ({by_hand})", "yellow"
+
+
+def _page() -> list[tuple[str, str]]:
+    """The command that opens MLflow, and the page with the runs."""
+    uri = tracking.tracking_uri()
+    number = tracking.experiment_id(tracking.client())
+    if uri.startswith("http"):
+        return [("MLflow", f"{uri.rstrip('/')}/#/experiments/{number}")]
     own = f"sqlite:///{(tracking.repo_root() / 'mlflow.db').as_posix()}"
-    at_root = tracking.tracking_uri() == own and tracking.repo_root() == Path.cwd()
-    return "sqlite:///mlflow.db" if at_root else tracking.tracking_uri()
+    if uri == own and tracking.repo_root() == Path.cwd():
+        uri = "sqlite:///mlflow.db"
+    page = f"http://127.0.0.1:5000/#/experiments/{number}"
+    return [("MLflow", f"mlflow ui --backend-store-uri {uri}"), ("", f"then open {page}")]
 
 
 if __name__ == "__main__":

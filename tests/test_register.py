@@ -17,8 +17,8 @@ import yaml
 from mlflow.tracking import MlflowClient
 from onnx import TensorProto, helper, numpy_helper
 
-from hamlet import tracking
-from hamlet.artifacts import write_card, write_json
+from hamlet import registry, tracking
+from hamlet.artifacts import HamletError, write_card, write_json
 from hamlet.tracking import tracking_uri
 from stages import register
 
@@ -67,13 +67,24 @@ def write_prover(repo: Path, mrr: float) -> None:
     x = helper.make_tensor_value_info("prior", TensorProto.FLOAT, ["batch"])
     score = helper.make_tensor_value_info("score", TensorProto.FLOAT, ["batch"])
     nodes = [helper.make_node("Relu", ["prior"], ["score"])]
-    graph = helper.make_graph(nodes, "prover", [x], [score])
+    graph = helper.make_graph(nodes, f"prover{mrr}", [x], [score])
     model = helper.make_model(graph, ir_version=10, opset_imports=[helper.make_opsetid("", 18)])
     path = repo / "artifacts" / "prover.onnx"
     onnx.save(model, path)
     write_card(path, "prover scorer", {"inputs": [], "outputs": []})
     ranks = {"mrr_all": mrr, "mrr_100": 0.97, "symbolic_mrr_all": 0.95, "symbolic_mrr_100": 0.97}
     write_json(repo / "artifacts/metrics/prove_evaluate.json", ranks)
+    rows = [f"0 {i} {i + 1},2,{1 / (mrr + 0.01 * (-1) ** i):.6f},1.0" for i in range(20)]
+    (repo / "artifacts/ranks.csv").write_text("\n".join(["triple,open,rank,symbolic_rank", *rows]))
+
+
+def write_returns(repo: Path, *more: float, rest: float = 134.0) -> None:
+    """What the agent and one that rests got in each world."""
+    rows = [f"rest,{i},{rest + i:.6g}" for i in range(len(more))]
+    rows += [f"agent,{i},{400 + i + more[i]:.6g}" for i in range(len(more))]
+    path = repo / "artifacts/plots/returns.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(["player,world,return", *rows]) + "\n")
 
 
 def set_gate(repo: Path, ratio: float, **limits: float) -> None:
@@ -93,7 +104,7 @@ def fresh_database(tmp_path_factory):
 
 @pytest.fixture
 def repo(tmp_path, monkeypatch, fresh_database):
-    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "DVC_ROOT"):
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "MLFLOW_RUN_ID", "DVC_ROOT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HAMLET_EXECUTION", "first")
     monkeypatch.chdir(tmp_path)
@@ -101,6 +112,7 @@ def repo(tmp_path, monkeypatch, fresh_database):
     shutil.copy(fresh_database, tmp_path / "mlflow.db")
     write_agent(tmp_path, 1.0)
     write_prover(tmp_path, 0.96)
+    write_returns(tmp_path, 0, 0, 0, 0)
     write_json(tmp_path / "artifacts/metrics/evaluate.json", SCORES)
     write_json(tmp_path / "artifacts/metrics/policy.json", TRAINED)
     set_gate(tmp_path, 2.0)
@@ -233,30 +245,141 @@ def test_it_holds_when_the_database_was_deleted(repo):
     assert tracking.client().get_run(record["run_id"]).info.status == "FINISHED"
 
 
-def test_it_holds_when_only_the_logged_files_were_deleted(repo):
+def test_a_version_whose_file_is_gone_stays_and_is_registered_again(repo, capsys):
     register.main()
     shutil.rmtree(repo / "mlartifacts")
+    capsys.readouterr()
     register.main()
-    assert len(versions()) == 1
-    assert champion() == max(versions())
-    assert play(load_champion().SerializeToString())
-
-
-def test_a_new_agent_is_a_new_version_and_an_old_one_is_found_again(repo):
-    register.main()
-    write_agent(repo, 2.0)
-    register.main()
+    assert "the file of hamlet-agent version 1 is gone" in capsys.readouterr().err
     assert set(versions()) == {1, 2}
     assert champion() == 2
-    write_agent(repo, 1.0)
+    assert play(load_champion().SerializeToString())
+    with pytest.raises(HamletError, match="the file of hamlet-agent version 1 is gone"):
+        registry.promote("hamlet-agent", 1)
+    assert champion() == 2
+
+
+def tags(number: int) -> dict[str, str]:
+    return tracking.client().get_model_version("hamlet-agent", str(number)).tags
+
+
+def test_a_new_version_takes_the_alias_only_if_it_is_no_worse_in_the_same_worlds(repo, capsys):
+    register.main()
+    assert tags(1)["promoted"].startswith("yes: passed its gate, and no version was champion")
+    assert tags(1)["score"] == "400.5"
+    # Worse on average, better in two of the four worlds.
+    write_agent(repo, 2.0)
+    write_returns(repo, 4, -3, -5, 2)
     register.main()
     assert set(versions()) == {1, 2}
     assert champion() == 1
+    said = "return is 0.5 lower than of version 1 in the same 4 cases (95 % from -4.619 to +3.619)"
+    assert tags(2)["promoted"] == f"no: {said}"
+    told = tracking.client().get_model_version("hamlet-agent", "2").description
+    assert told.startswith("score 400.5, ")
+    assert told.endswith(f"Not champion: {said}.")
+    assert f"version 2, new, is not champion: {said}" in capsys.readouterr().out
+    # Equal everywhere is no worse.
+    write_agent(repo, 3.0)
+    write_returns(repo, 0, 0, 0, 0)
+    register.main()
+    assert champion() == 3
+    # Far better, but measured in other worlds: nothing to compare.
+    write_agent(repo, 4.0)
+    write_returns(repo, 99, 99, 99, 99, rest=150.0)
+    register.main()
+    assert champion() == 3
+    assert tags(4)["promoted"] == (
+        "no: version 3 was measured on other held-out cases, so they cannot be compared"
+    )
+
+
+def test_an_old_version_found_again_moves_no_alias(repo):
+    """As with an older checkout on a shared server, or `dvc checkout` of an older commit."""
+    register.main()
+    write_agent(repo, 2.0)
+    write_returns(repo, 1, 1, 1, 1)
+    register.main()
+    assert champion() == 2
+    write_agent(repo, 1.0)
+    write_returns(repo, 50, 50, 50, 50)
+    register.main()
+    assert set(versions()) == {1, 2}
+    assert champion() == 2
+
+
+def test_the_alias_stays_where_a_person_put_it(repo, monkeypatch, capsys):
+    register.main()
+    for weight in (2.0, 3.0):
+        write_agent(repo, weight)
+        write_returns(repo, weight, weight, weight, weight)
+        register.main()
+    assert champion() == 3
+    assert registry.rollback("hamlet-agent") == (
+        "hamlet-agent version 2 is the champion, version 3 no longer"
+    )
+    assert champion() == 2
+    assert tags(2)["promoted"].startswith("yes, by hand (")
+    assert tags(3)["promoted"].startswith("no longer: version 2 took its place by hand (")
+    for execution in ("first", "later"):  # with stages run, and with nothing to do
+        monkeypatch.setenv("HAMLET_EXECUTION", execution)
+        capsys.readouterr()
+        register.main()
+        assert champion() == 2
+    assert "version 3, is not champion, version 2 is" in capsys.readouterr().out
+    registry.rollback("hamlet-agent")
+    assert champion() == 1
+    with pytest.raises(HamletError, match="nothing is known of one before"):
+        registry.rollback("hamlet-agent")
+    registry.rollback("hamlet-agent", 2)
+    assert champion() == 2
+    assert "version 3 is the champion, version 2 no longer" in registry.promote("hamlet-agent")
+    assert champion() == 3
+    assert registry.promote("hamlet-agent") == "hamlet-agent version 3 is the champion already"
+    with pytest.raises(HamletError, match="has no version 9: it has 1, 2, 3"):
+        registry.promote("hamlet-agent", 9)
+    with pytest.raises(HamletError, match="no model nobody: it has hamlet-agent, hamlet-p"):
+        registry.promote("nobody")
+    tracking.client().delete_registered_model_alias("hamlet-agent", "champion")
+    register.main()
+    assert champion() is None, "taken away by hand"
+
+
+def test_the_commands_promote_and_roll_back(repo):
+    from typer.testing import CliRunner
+
+    from hamlet.cli import app
+
+    register.main()
+    write_agent(repo, 2.0)
+    write_returns(repo, 1, 1, 1, 1)
+    register.main()
+    done = CliRunner().invoke(app, ["rollback", "hamlet-agent"])
+    assert (done.exit_code, done.output) == (
+        0, "hamlet-agent version 1 is the champion, version 2 no longer\n"
+    )  # fmt: skip
+    assert champion() == 1
+    assert CliRunner().invoke(app, ["promote", "hamlet-agent", "2"]).exit_code == 0
+    assert champion() == 2
+    assert CliRunner().invoke(app, ["promote", "hamlet-agent", "7"]).exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "expected"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], (0.0, 0.0, 0.0)),
+        ([3.0, 5.0], [1.0, 1.0], (3.0, 3.0 - 1.96, 3.0 + 1.96)),
+        ([1.0, 0.0, 2.0], [2.0, 2.0, 2.0], (-1.0, -1.0 - 1.96 / 3**0.5, -1.0 + 1.96 / 3**0.5)),
+    ],
+)
+def test_paired_differences_and_their_interval(new, old, expected):
+    assert registry.paired(new, old) == pytest.approx(expected)
 
 
 def test_the_gate_keeps_the_alias_and_says_why(repo, capsys):
     register.main()
     write_agent(repo, 2.0)
+    write_returns(repo, 9, 9, 9, 9)
     weak = SCORES | {"ratio_over_rest": 2.1, "ratio_over_rest_ci95": [1.8, 2.4]}
     write_json(repo / "artifacts/metrics/evaluate.json", weak)
     capsys.readouterr()
@@ -269,11 +392,30 @@ def test_the_gate_keeps_the_alias_and_says_why(repo, capsys):
     verdict = json.loads((repo / "artifacts/metrics/register.json").read_text())
     assert verdict["passed"] is False
     assert len(verdict["reasons"]) == 1
-    # a champion that no longer passes is champion no more
+    # A champion that would no longer pass keeps the alias, which is said.
     set_gate(repo, 5.0)
     write_agent(repo, 1.0)
     register.main()
-    assert champion() is None
+    assert champion() == 1
+    assert "version 1, is the champion, but its gate says: ratio_over_rest" in (
+        capsys.readouterr().out
+    )
+
+
+def test_the_row_of_an_execution_tells_how_good_it_was(repo):
+    register.main()
+    (parent,) = [r for r in runs() if "hamlet.execution" in r.data.tags]
+    numbers = parent.data.metrics
+    assert numbers["score"] == 400.5
+    assert numbers["ratio_over_rest"] == 2.99
+    assert numbers["prover_mrr"] == 0.96
+    assert numbers["seconds"] > 0
+    assert {"seed", "town.pack", "perception.precision"} <= parent.data.params.keys()
+    assert parent.data.tags["registered.agent"] == parent.data.tags["champion.agent"] == "1"
+    assert {f"models:/{m.model_id}" for m in parent.outputs.model_outputs} == {
+        tracking.client().get_model_version(name, "1").source
+        for name in ("hamlet-agent", "hamlet-prover")
+    }
 
 
 @pytest.mark.parametrize(
@@ -306,13 +448,23 @@ def test_the_prover_is_registered_behind_a_gate_of_its_own(repo, capsys):
     mlflow.set_tracking_uri(tracking_uri())
     loaded = mlflow.onnx.load_model("models:/hamlet-prover@champion")
     assert [i.name for i in loaded.graph.input] == ["prior"]
-    # worse than the symbolic baseline: registered still, champion no more
+    # worse than the symbolic baseline: registered still
     write_prover(repo, 0.94)
     register.main()
     out = capsys.readouterr().out
     assert "is not champion: mrr_all is 0.94, the symbolic baseline has 0.95" in out
-    assert prover_champion() is None
+    assert prover_champion() == 1
     assert champion() == 1
+    # Better than the baseline, and worse than the champion on the same questions.
+    write_prover(repo, 0.955)
+    register.main()
+    assert "version 3, new, is not champion: reciprocal rank is" in capsys.readouterr().out
+    assert prover_champion() == 1
+    write_prover(repo, 0.965)
+    register.main()
+    assert prover_champion() == 4
+    write_prover(repo, 0.94)
+    register.main()
     verdict = json.loads((repo / "artifacts/metrics/register.json").read_text())
     assert verdict["passed"] is True
     assert verdict["prover"]["passed"] is False

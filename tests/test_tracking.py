@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from mlflow.tracking import MlflowClient
 
 from hamlet import tracking
 from hamlet.params import Params, load_params
-from hamlet.tracking import execution_key, flatten, repo_root, stage_run, tracking_uri
+from hamlet.tracking import execution_key, flatten, repo_root, stage_run, store, tracking_uri
 
 ROOT = Path(__file__).parents[1]
 
@@ -38,7 +39,7 @@ def repo(tmp_path_factory):
 
 @pytest.fixture
 def here(repo, monkeypatch, request):
-    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "DVC_ROOT"):
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "MLFLOW_RUN_ID", "DVC_ROOT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(repo)
     monkeypatch.setenv("HAMLET_EXECUTION", request.node.name)
@@ -91,6 +92,7 @@ def test_two_stages_share_a_parent_and_everything_is_logged(here, client, params
             run.metrics({"loss": 1 / (step + 1)}, step=step)
         run.artifact("note.txt")
         run.tag("colour", "blue")
+        assert run.flush(30)
         child_id = run.run_id
         assert client.get_run(child_id).info.status == "RUNNING"
         parent = parent_of(client, os.environ["HAMLET_EXECUTION"])
@@ -99,6 +101,7 @@ def test_two_stages_share_a_parent_and_everything_is_logged(here, client, params
     assert parent.info.status == "FINISHED"
     children = children_of(client, parent)
     assert set(children) == {"collect", "perception"}
+    assert children["collect"].data.metrics.pop("seconds") > 0
     assert children["collect"].data.metrics == {"a.b": 1.0}
     child = children["perception"]
     assert child.info.run_id == child_id
@@ -125,6 +128,7 @@ def test_two_stages_share_a_parent_and_everything_is_logged(here, client, params
     record = json.loads((here / "artifacts/runs/perception.json").read_text())
     assert record == {
         "experiment_id": child.info.experiment_id,
+        "key": child.data.tags["hamlet.key"],
         "run_id": child_id,
         "stage": "perception",
     }
@@ -156,19 +160,23 @@ def test_failure_and_interrupt_reach_child_and_parent(here, client, monkeypatch,
     parent = parent_of(client, f"ends {status}")
     child = children_of(client, parent)["policy"]
     assert child.info.status == parent.info.status == status
-    assert child.data.metrics == {"x": 1.0}
+    assert child.data.metrics["x"] == 1.0
     assert child.data.tags["hamlet.reason"] in ("ValueError: bad thing", "interrupted")
     assert not (here / "artifacts/runs/policy.json").exists()
     # The stage run again by the same execution, well this time, mends the parent.
     with stage_run("policy"):
         pass
     assert parent_of(client, f"ends {status}").info.status == "FINISHED"
+    again = children_of(client, parent)["policy"]
+    assert again.info.run_id == child.info.run_id, "the same work goes on in the same run"
+    assert "hamlet.reason" not in again.data.tags
 
 
 STAGE = """
 import sys, time
 from hamlet.tracking import stage_run
 with stage_run(sys.argv[1] if len(sys.argv) > 1 else "work") as run:
+    run.flush(60)
     print(run.run_id, flush=True)
     for i in range(20):
         run.metrics({"i": i}, step=i)
@@ -188,6 +196,118 @@ def test_a_killed_process_is_buried_by_the_next_run(here, client):
         pass
     assert client.get_run(run_id).info.status == "KILLED"
     assert parent_of(client, "killed").info.status == "KILLED"
+
+
+def test_a_killed_stage_that_runs_again_goes_on_in_its_run(here, client, monkeypatch):
+    """Under another execution, as `dvc repro` after a kill: one run, each number once."""
+    process = python(
+        STAGE.replace("PAUSE", "run.flush(30); print('sent', flush=True); time.sleep(60)"),
+        here,
+        HAMLET_EXECUTION="cut off",
+    )
+    run_id = process.stdout.readline().strip()
+    assert process.stdout.readline() == "sent\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    monkeypatch.setenv("HAMLET_EXECUTION", "goes on")
+    with stage_run("work") as run:
+        for step in range(15, 30):
+            run.metrics({"i": step}, step=step)
+    assert run.run_id == run_id
+    assert client.get_run(run_id).info.status == "FINISHED"
+    steps = [m.step for m in client.get_metric_history(run_id, "i")]
+    assert sorted(steps) == list(range(30))
+    assert set(children_of(client, parent_of(client, "goes on"))) == {"work"}
+    assert children_of(client, parent_of(client, "goes on"))["work"].info.run_id == run_id
+
+
+ORPHAN = """
+import time
+from hamlet.tracking import identity
+from hamlet.tracking.processes import end_with_parents
+end_with_parents()
+print(identity(), flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_a_killed_dvc_started_ends_too(tmp_path, monkeypatch):
+    monkeypatch.delenv("HAMLET_EXECUTION", raising=False)
+    (tmp_path / "work.py").write_text(ORPHAN)
+    dvc = tmp_path / "dvc"
+    dvc.write_text("import subprocess, sys\nsubprocess.run([sys.executable, 'work.py'])\n")
+    process = subprocess.Popen(
+        [sys.executable, str(dvc)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    orphan = process.stdout.readline().strip()
+    time.sleep(1.0)
+    assert not tracking.is_dead(orphan), "while dvc lives it works"
+    process.kill()
+    process.wait()
+    until = time.monotonic() + 15
+    while not tracking.is_dead(orphan):
+        assert time.monotonic() < until, "it works on"
+        time.sleep(0.05)
+    assert process.stderr.read() == "what started this process was killed: it ends too\n"
+
+
+@pytest.mark.slow
+def test_a_dead_server_costs_seconds_and_gets_everything_when_it_is_back(
+    here, monkeypatch, capsys, tmp_path
+):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    uri = f"http://127.0.0.1:{port}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.setenv("HAMLET_EXECUTION", "before")
+    (here / "note.txt").write_text("kept")
+    began = time.monotonic()
+    with stage_run("kept") as run:
+        for step in range(2000):
+            run.metrics({"x": step}, step=step)
+        run.artifact("note.txt")
+    assert time.monotonic() - began < 15
+    assert run.run_id is None
+    err = capsys.readouterr().err
+    assert err.count("warning") == 1
+    assert "it does not answer" in err
+    assert "mlflow.db.unsent" in err
+    (here / "note.txt").write_text("changed since")
+
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{tmp_path / 'server.db'}"]
+    command += ["--artifacts-destination", str(tmp_path / "files")]
+    with (tmp_path / "server.log").open("w") as log:
+        server = subprocess.Popen(
+            command, cwd=tmp_path, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        until = time.monotonic() + 120
+        while store.unusable(uri):
+            assert server.poll() is None, (tmp_path / "server.log").read_text()
+            assert time.monotonic() < until
+            time.sleep(0.2)
+        monkeypatch.setenv("HAMLET_EXECUTION", "a later one")
+        with stage_run("later"):
+            pass
+        client = MlflowClient(uri)
+        kept = children_of(client, parent_of(client, "before"))["kept"]
+        assert kept.info.status == "FINISHED"
+        history = client.get_metric_history(kept.info.run_id, "x")
+        assert sorted((m.step, m.value) for m in history) == [(i, float(i)) for i in range(2000)]
+        place = client.download_artifacts(kept.info.run_id, "note.txt", str(tmp_path))
+        assert Path(place).read_text() == "kept"
+        assert set(children_of(client, parent_of(client, "a later one"))) == {"later"}
+        assert not [f for f in (here / "mlflow.db.unsent").glob("*/") if "kept-" in f.name]
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
 
 
 @pytest.mark.slow
@@ -221,11 +341,10 @@ def test_a_locked_database_delays_but_loses_nothing(here, client, capsys):
         run.metrics({"x": 7}, step=1)
     process.wait()
     parent = parent_of(client, os.environ["HAMLET_EXECUTION"])
-    assert children_of(client, parent)["patient"].data.metrics == {"x": 7.0}
+    assert children_of(client, parent)["patient"].data.metrics["x"] == 7.0
 
 
 def test_a_broken_database_costs_a_warning_not_the_stage(here, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(tracking, "RETRY_SECONDS", 0.5)
     broken = tmp_path / "broken.db"
     broken.write_bytes(b"this is not a database" * 100)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{broken}")
@@ -249,6 +368,7 @@ def test_a_database_that_comes_back_gets_everything(here, monkeypatch, capsys):
     database.mkdir()  # nothing can be opened there
     with stage_run("early") as run:
         run.metrics({"x": 1}, step=1)
+        assert not run.flush(30)
         assert run.run_id is None
         database.rmdir()
         aside.rename(database)
@@ -398,7 +518,7 @@ def test_repro_exp_run_and_a_queue_of_two_workers(tmp_path, monkeypatch):
         assert set(children) == {"one", "two"}
         for stage, child in children.items():
             assert child.info.status == parent.info.status == "FINISHED"
-            assert child.data.metrics == {"x": 1.0}
+            assert child.data.metrics["x"] == 1.0
             assert parent.data.tags[f"hamlet.run.{stage}"] == child.info.run_id
     queued = [children_of(client, parents[name])["one"] for name in names]
     starts, ends = [r.info.start_time for r in queued], [r.info.end_time for r in queued]

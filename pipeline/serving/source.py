@@ -94,7 +94,8 @@ class FileSource:
 class RegistrySource:
     """A registered model of MLflow; its version is the registry's.
 
-    The tracking server is MLFLOW_TRACKING_URI, else `mlflow.db` in the current folder.
+    The tracking server is MLFLOW_TRACKING_URI, else `mlflow.db` in the current folder. Files that a
+    database names by a relative path are looked for beside it, wherever this process stands.
     """
 
     def __init__(
@@ -135,7 +136,8 @@ class RegistrySource:
             self._mlflow.set_tracking_uri(self.uri)
             self._mlflow.set_registry_uri(self.uri)
             try:
-                local = Path(self._mlflow.artifacts.download_artifacts(place, dst_path=folder))
+                held = self._held(found) or place
+                local = Path(self._mlflow.artifacts.download_artifacts(held, dst_path=folder))
                 info = self._mlflow.models.get_model_info(str(local))
             except Exception as error:
                 raise HamletError(f"{place} cannot be loaded ({_reason(error)})") from None
@@ -146,6 +148,16 @@ class RegistrySource:
             if found.tags.get("sha256") != card["sha256"]:
                 raise HamletError(f"{place} holds another agent than its tag says")
             return OnnxAgent.of((local / "model.onnx").read_bytes(), card, place), version
+
+    def _held(self, found: Any) -> str | None:
+        """Where the files of a version are if the registry names them relative to its database."""
+        kind, _, model_id = found.source.partition(":/")
+        if kind != "models" or not self.uri.startswith("sqlite:///"):
+            return None
+        location = self._client().get_logged_model(model_id).artifact_location
+        if ":" in location or Path(location).is_absolute():
+            return None
+        return (Path(self.uri[10:]).resolve().parent / location).as_uri()
 
     def _foreign(self, local: Path, info: Any, place: str) -> OnnxAgent:
         """The ONNX file of a model that somebody else logged."""

@@ -21,16 +21,19 @@ def registry(agent, other, tmp_path, monkeypatch):
     """A repository whose registry holds two agents: 1 is `agent`, 2 `other`, the champion 1."""
     mlflow = pytest.importorskip("mlflow")
     from hamlet import tracking
+    from hamlet.registry import Cases
     from stages import register
 
-    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "DVC_ROOT"):
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "MLFLOW_RUN_ID", "DVC_ROOT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HAMLET_EXECUTION", "once")
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".dvc").mkdir()
     with tracking.stage_run("register") as run:
+        assert run.flush(60)
         for path in (agent, other):
-            candidate = register.Candidate(tracking.MODEL, path, check_card(path), {}, [])
+            cases = Cases("return", "", [])
+            candidate = register.Candidate(tracking.MODEL, path, check_card(path), {}, [], cases)
             register.log_model(run, candidate)
     client = tracking.client()
     client.set_registered_model_alias("hamlet-agent", "champion", "1")
@@ -108,3 +111,20 @@ def test_one_version_by_its_number(registry, seen):
         server.first("loaded")
         answer = server.tick(seen[0], "a", sequence_start=True)
         assert answer.json["model_version"] == "2"
+
+
+def test_a_moved_registry_is_served_from_anywhere(registry, agent, other, monkeypatch):
+    """Its files lie beside it, by relative names: the old place is not looked at."""
+    from hamlet.serving.source import RegistrySource
+
+    here = Path.cwd()
+    moved = here.with_name(here.name + "-moved")
+    here.rename(moved)
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{moved / 'mlflow.db'}")
+    for number, path in (("1", agent), ("2", other)):
+        name = f"models:/hamlet-agent/{number}"
+        loaded, version = RegistrySource(name, "hamlet-agent", None, number).fetch()
+        assert version == number
+        assert loaded.card["sha256"] == check_card(path)["sha256"]

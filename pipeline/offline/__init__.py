@@ -1,1 +1,0 @@
-"""Learning from logged experience: read logs, train on them, judge without a simulator, export."""

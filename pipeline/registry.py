@@ -1,0 +1,165 @@
+"""Which registered version is champion: a new one that is no worse on the same cases, or by hand.
+
+The alias `champion` moves in two ways only. A version that is registered for the first time takes
+it if it passes its gate and is, on the same held-out cases, no worse on average than the version
+that holds it. And a person moves it: `hamlet promote`, `hamlet rollback`, or any MLflow client.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from hamlet import tracking
+from hamlet.artifacts import HamletError
+from hamlet.tracking import CHAMPION
+
+BEFORE = "champion_before"  # tag of a version: the number of the one that it took the alias from
+
+
+class Cases(NamedTuple):
+    """What a version got in each held-out case.
+
+    Attributes:
+        what: the name of a value, for example "return".
+        cases: a hash of what the cases are; equal hashes mean the same cases in the same order.
+        values: one per case; more is better.
+    """
+
+    what: str
+    cases: str
+    values: Sequence[float]
+
+    def text(self) -> str:
+        return json.dumps({"what": self.what, "cases": self.cases, "values": list(self.values)})
+
+    @classmethod
+    def of(cls, text: str) -> Cases:
+        held = json.loads(text)
+        return cls(held["what"], held["cases"], held["values"])
+
+
+def paired(new: Sequence[float], old: Sequence[float]) -> tuple[float, float, float]:
+    """The mean of new - old, case by case, and the ends of its 95 % interval."""
+    differences = [a - b for a, b in zip(new, old, strict=True)]
+    count = len(differences)
+    mean = math.fsum(differences) / count
+    squares = math.fsum((d - mean) ** 2 for d in differences)
+    half = 1.96 * math.sqrt(squares / (count - 1) / count) if count > 1 else math.inf
+    return mean, mean - half, mean + half
+
+
+def compare(new: Cases, old: Cases | None, holder: str) -> tuple[bool, str]:
+    """Whether a new version is no worse than the one that holds the alias, and the comparison.
+
+    No worse means that the mean difference over the same cases is not negative: who is in doubt
+    leaves the alias where it is. The interval says how much is luck.
+
+    Args:
+        old: the cases of the version that holds the alias, or None if it has none.
+        holder: what to call that version.
+    """
+    if old is None:
+        return False, f"{holder} was registered without its cases, so they cannot be compared"
+    if (new.what, new.cases) != (old.what, old.cases):
+        return False, f"{holder} was measured on other held-out cases, so they cannot be compared"
+    mean, low, high = paired(new.values, old.values)
+    word = "higher" if mean >= 0 else "lower"
+    text = (
+        f"{new.what} is {abs(mean):.4g} {word} than of {holder} in the same {len(new.values)} cases"
+        f" (95 % from {low:+.4g} to {high:+.4g})"
+    )
+    return mean >= 0, text
+
+
+# ------------------------------------------------------------------------------------------------
+# By hand
+
+
+def promote(model: str, version: int | None = None) -> str:
+    """Give the alias to a version, by default the newest; returns what was done in one line.
+
+    Raises:
+        HamletError: there is no such model or version, or its file is gone.
+    """
+    client = tracking.client()
+    with tracking.tracking_lock():
+        numbers = _versions(client, model)
+        return _move(client, model, version or max(numbers), numbers, back=False)
+
+
+def rollback(model: str, version: int | None = None) -> str:
+    """Give the alias back, by default to the version that held it before; returns what was done.
+
+    Raises:
+        HamletError: there is no such model or version, no champion or none before it, or the
+            version's file is gone.
+    """
+    client = tracking.client()
+    with tracking.tracking_lock():
+        numbers = _versions(client, model)
+        holder = tracking.champion(client, model)
+        if version is None:
+            before = holder.tags.get(BEFORE) if holder else None
+            if before is None:
+                held = f"version {holder.version}" if holder else "nobody"
+                raise HamletError(
+                    f"{held} is champion of {model} and nothing is known of one before",
+                    f"name one: `hamlet rollback {model} VERSION` ({_listed(numbers)})",
+                )
+            version = int(before)
+        return _move(client, model, version, numbers, back=True)
+
+
+def give_alias(client: Any, model: str, version: int, back: bool = False) -> None:
+    """Move the alias and remember from whom. Call under the lock."""
+    holder = tracking.champion(client, model)
+    client.set_registered_model_alias(model, CHAMPION, str(version))
+    if holder is not None and int(holder.version) != version and not back:
+        client.set_model_version_tag(model, str(version), BEFORE, str(holder.version))
+
+
+def _versions(client: Any, model: str) -> list[int]:
+    try:
+        found = client.search_model_versions(f"name = '{model}'")
+    except Exception as error:
+        raise tracking.no_registry(error) from error
+    numbers = sorted(int(v.version) for v in found)
+    if not numbers:
+        names = sorted(m.name for m in client.search_registered_models())
+        raise HamletError(
+            f"{tracking.registry_uri()} has no model {model}",
+            f"it has {', '.join(names)}" if names else "run `dvc repro register`",
+        )
+    return numbers
+
+
+def _listed(numbers: list[int]) -> str:
+    return "it has " + ", ".join(map(str, numbers))
+
+
+def _move(client: Any, model: str, version: int, numbers: list[int], back: bool) -> str:
+    if version not in numbers:
+        raise HamletError(f"{model} has no version {version}", _listed(numbers))
+    wanted = client.get_model_version(model, str(version))
+    if tracking.file_of(client, wanted) is False:
+        raise HamletError(
+            f"the file of {model} version {version} is gone, nothing could load it",
+            f"name another version ({_listed(numbers)})",
+        )
+    holder = tracking.champion(client, model)
+    if holder is not None and int(holder.version) == version:
+        return f"{model} version {version} is the champion already"
+    give_alias(client, model, version, back)
+    who = f"by hand ({tracking.user()}, {time.strftime('%Y-%m-%d %H:%M')})"
+    client.set_model_version_tag(model, str(version), "promoted", f"yes, {who}")
+    line = f"{model} version {version} is the champion"
+    if holder is not None:
+        client.set_model_version_tag(
+            model, holder.version, "promoted", f"no longer: version {version} took its place {who}"
+        )
+        line += f", version {holder.version} no longer"
+    return line

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from hamlet.artifacts import HamletError
 from hamlet.serving import protocol
-from hamlet.serving.errors import JSON, Reply
+from hamlet.serving.errors import JSON, HTTPError, Reply
 from hamlet.serving.model import Field, Model
 from hamlet.serving.openapi import document
 from hamlet.serving.pages import docs_page, front_page
@@ -46,6 +47,9 @@ class About:
             ("v2", "health", "live"): {"GET": self._live},
             ("v2", "health", "ready"): {"GET": self._ready},
             ("v2", "repository", "index"): {"POST": self._index, "GET": self._index},
+            ("v2", "repository", "models", "*", "load"): {"POST": self._load},
+            ("v2", "repository", "models", "*", "unload"): {"POST": self._load},
+            ("v2", "models"): {"GET": self._models},
             ("v2", "models", "stats"): {"GET": self._stats},
             model: {"GET": self._model},
             (*model, "ready"): {"GET": self._model_ready},
@@ -86,6 +90,17 @@ class About:
                 for version in self.engine.models
             ]
         )
+
+    async def _load(self, scope: Any, receive: Any, name: str) -> Reply:
+        if name != self.engine.name:
+            raise HTTPError(404, f"model {name[:60]!r} is not served: {self.engine.name!r} is")
+        raise HamletError(
+            "nothing is loaded or unloaded on request",
+            "put a new file where the served one is, or move the registry's alias",
+        )
+
+    async def _models(self, scope: Any, receive: Any) -> Reply:
+        return _json({"models": [self.engine.name] if self.engine.models else []})
 
     async def _config(self, scope: Any, receive: Any, version: str = "") -> Reply:
         return _json(config(self.app.version(version or None), self.engine.session_ttl))

@@ -123,16 +123,26 @@ class App:
         route = next((route for route in self._routes if _fits(route, parts)), None)
         if parts[:2] != ("v2", "health"):
             authorize(scope["headers"], self.token)
-        if route is None:
-            raise HTTPError(404, f"there is nothing at {path[:100]}: see /openapi.json")
-        methods, method = self._routes[route], scope["method"]
+        if route is None and path != "*":
+            raise HTTPError(404, self._nothing_at(path, parts))
+        methods, method = self._routes[route] if route else {}, scope["method"]
         if method == "HEAD" and "GET" in methods:
             method = "GET"
+        if method == "OPTIONS" and method not in methods:
+            return 204, b"", [(b"allow", ", ".join([*methods, "OPTIONS"]).encode())]
         if method not in methods:
             status, body, headers = error_reply(405, f"{path[:100]} takes {', '.join(methods)}")
             return status, body, [*headers, (b"allow", ", ".join(methods).encode())]
-        wild = [have for want, have in zip(route, parts, strict=True) if want == "*"]
+        wild = [have for want, have in zip(route or (), parts, strict=True) if want == "*"]
         return await methods[method](scope, receive, *wild)
+
+    def _nothing_at(self, path: str, parts: tuple[str, ...]) -> str:
+        name = self.engine.name
+        if parts[:2] == ("v2", "models") and len(parts) > 2 and parts[2] != name:
+            return f"model {parts[2][:60]!r} is not served: {name!r} is"
+        if parts[0] in ("v1", "invocations"):  # KServe's first protocol, MLflow's
+            return f"{path[:100]} is of another protocol: POST /v2/models/{quote(name)}/infer"
+        return f"there is nothing at {path[:100]}: see /openapi.json"
 
     # -- reading
 

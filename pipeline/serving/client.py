@@ -129,6 +129,7 @@ class _There:
         )
         self.url, self.base = url, parts.path.rstrip("/")
         self.connection = kind(parts.hostname or "", parts.port, timeout=30)
+        token = (token or "").strip()
         self.headers = {"Authorization": f"Bearer {token}"} if token else {}
         self.id: str | None = None
         self.begun = False

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sized
 from http import HTTPStatus
 from typing import Any
 
 import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from hamlet.serving.app import App
 from hamlet.serving.errors import READ_SECONDS, Reply, failed, too_slow
 from hamlet.serving.headers import MAX_BODY, authorize, cors, trace
 
+MAX_HEAD = 1 << 16  # bytes of a request's line and headers
 _OFFERS = (b"upgrade", b"http2-settings")  # of another protocol
 _OK = STATUS_LINE[HTTPStatus.OK]
 
@@ -54,6 +56,19 @@ class _Nothing:
 _NOTHING = _Nothing()
 
 
+class _Flow(FlowControl):
+    """Reads nothing more while requests wait that were read already: uvicorn reads on with each
+    of them, so that they pile up where a client sends faster than it is answered."""
+
+    def __init__(self, transport: asyncio.Transport, pipeline: Sized) -> None:
+        super().__init__(transport)
+        self.pipeline = pipeline
+
+    def resume_reading(self) -> None:
+        if not self.pipeline:
+            super().resume_reading()
+
+
 class Connection(HttpToolsProtocol):
     """A client's connection.
 
@@ -66,6 +81,15 @@ class Connection(HttpToolsProtocol):
 
     upgrade_ignored = False
 
+    in_head = head_is_new = False
+    """Whether a request's head is being read, and whether it began in the last piece."""
+    head_bytes = 0
+    """Of that head, without its first piece, which may hold other requests too."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.flow = _Flow(transport, self.pipeline)
+
     def data_received(self, data: bytes) -> None:
         """Feed the parser. It ends a message at the headers where one offers another protocol
         (`Upgrade: h2c`, as curl and Java do): unless that is a WebSocket, the offer is declined as
@@ -74,6 +98,8 @@ class Connection(HttpToolsProtocol):
         while True:
             try:
                 self.parser.feed_data(data)
+                if self.in_head:
+                    self._head_goes_on(len(data))
                 return
             except httptools.HttpParserUpgrade as error:
                 if not self.upgrade_ignored:
@@ -86,6 +112,18 @@ class Connection(HttpToolsProtocol):
             except httptools.HttpParserError:
                 self.send_400_response("Invalid HTTP request received.")
                 return
+
+    def _head_goes_on(self, size: int) -> None:
+        if self.head_is_new:
+            self.head_is_new = False
+            return
+        self.head_bytes += size
+        if self.head_bytes > MAX_HEAD and not self.transport.is_closing():
+            body = b'{"error": "the headers are more than %d bytes"}' % MAX_HEAD
+            head = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n"
+            more = b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+            self.transport.write(head + more + body)
+            self.transport.close()
 
     def _should_upgrade(self) -> bool:
         return self.parser.get_method() == b"GET" and super()._should_upgrade()
@@ -111,18 +149,29 @@ class Connection(HttpToolsProtocol):
         self.server_state.total_requests += 1
         if self.transport.is_closing():
             return
-        self.flow.resume_reading()
-        if self.pipeline:
+        waits = bool(self.pipeline)
+        if waits:
             self._start_asgi_task(*self.pipeline.pop())
-        else:
+        self.flow.resume_reading()
+        if not waits:
             self.idle_since = time.monotonic()
 
     def on_message_begin(self) -> None:
         self.url = b""
         self.expect_100_continue = False
         self.headers = []
+        self.in_head, self.head_is_new, self.head_bytes = True, True, 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header. Blanks around its value are none of it, which the parser only knows of
+        those before."""
+        name, value = name.lower(), value.strip(b" \t")
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
+        self.in_head = False
         if self.parser.should_upgrade() and not self._should_upgrade():
             self.upgrade_ignored = True
             return
@@ -141,6 +190,8 @@ class Connection(HttpToolsProtocol):
     def _short(self) -> _Short | None:
         """The request if it may go the short way: whatever is unusual may not."""
         if self.expect_100_continue or self.pipeline or self.parser.get_method() != b"POST":
+            return None
+        if self.flow.write_paused:  # it does not read its answers: uvicorn waits for that
             return None
         header_length = None
         for name, value in self.headers:

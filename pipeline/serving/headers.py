@@ -43,6 +43,17 @@ def cors(headers: Headers, origins: tuple[bytes, ...]) -> Headers:
     ]
 
 
+def same_origin(headers: Headers, origins: tuple[bytes, ...]) -> None:
+    """HTTPError with 403 where a browser says that a page of another origin, which may not ask,
+    opens a WebSocket: browsers let any page do so."""
+    told = dict(headers)
+    origin = told.get(b"origin")
+    if origin is None or b"*" in origins or origin in origins:
+        return
+    if origin.partition(b"://")[2].lower() != told.get(b"host", b"").lower():
+        raise HTTPError(403, "pages of this origin may not ask: see --allow-origin")
+
+
 def preflight(method: str, headers: Headers, origins: tuple[bytes, ...]) -> Reply | None:
     """The answer to a browser that asks whether a page may ask; None if it is no such."""
     asked = dict(headers)

@@ -21,6 +21,7 @@ from hamlet.serving.tensors import feeds_of, integer, record_of
 
 Results = int | np.ndarray | list[tuple[str, np.ndarray, bool]]
 MAX_KNOWN, MAX_KNOWN_BYTES = 10_000, 4096  # headers remembered, and how long they may be
+_NOT_DONE = ("classification", "shared_memory_region")  # extensions that change an output
 _BOM = b"\xef\xbb\xbf"
 MAX_TIMEOUT = 3_600_000_000  # microseconds
 MAX_NUMBER = 2**64 - 1  # as sequence_id
@@ -248,6 +249,9 @@ def _outputs(request: InferRequest, model: Model, given: Any) -> list[tuple[str,
             parameters = {}
         if not isinstance(parameters, dict):
             raise HamletError(f"'parameters' of output '{name}' is not an object")
+        for key in _NOT_DONE:
+            if parameters.get(key):
+                raise HamletError(f"output '{name}' asks for {key}, which is not done here")
         plain = parameters.get("binary_data") is None
         binary = request.binary if plain else flag(parameters, "binary_data")
         asked.append((str(name), binary))

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,10 +25,16 @@ from hamlet.serving.metrics import Metrics
 from hamlet.serving.saved import StateFile
 from hamlet.serving.source import FileSource, Source
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
 POLL_SECONDS = 2.0  # between two looks at the source
 SAVE_SECONDS = 2.0  # between two looks at what is new for the state file
 DRAIN_SECONDS = 30  # for what was asked before SIGTERM
 GRPC_GRACE_SECONDS = 2.0  # in which streams may end of themselves
+MAX_FILES = 65_536  # open at once: connections, mostly
 HEADER_SECONDS = 10.0  # in which the headers of a request must have come
 
 
@@ -70,7 +77,9 @@ def serve(
 
     # A finished run must not wait 5 ms for the interpreter while requests are read.
     sys.setswitchinterval(0.0005)
-    token = os.environ.get("HAMLET_TOKEN") or None
+    # A secret that comes from a file often ends with a line break, which no header can carry.
+    token = os.environ.get("HAMLET_TOKEN", "").strip() or None
+    raise_file_limit()
     engine = Engine(Metrics(), max_sessions, session_ttl, name or source.model)
     watch = Watch(source, engine)
     if isinstance(source, FileSource):
@@ -109,7 +118,7 @@ def serve(
             where = self.servers[0].sockets[0].getsockname()
             url = f"http://{f'[{where[0]}]' if ':' in where[0] else where[0]}:{where[1]}"
             log("serving", url=url, source=source.name, token=token is not None)
-            if token is None and not where[0].startswith(("127.", "::1")):
+            if token is None and not ip_address(where[0].partition("%")[0]).is_loopback:
                 log("warning", text="no token: anyone who reaches this port can use it")
 
     background: list[asyncio.Task[None]] = []
@@ -245,6 +254,15 @@ class Watch:
             action=model.action,
             batched=signature.batched,
         )
+
+
+def raise_file_limit() -> None:
+    """Every connection is an open file, and many systems allow 1,024 unless asked for more."""
+    if resource is not None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def give_back_memory() -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from hamlet.artifacts import HamletError
 from hamlet.serving import lives, protocol
 from hamlet.serving.errors import HTTPError
-from hamlet.serving.headers import authorize
+from hamlet.serving.headers import authorize, same_origin
 from hamlet.serving.model import Model
 from hamlet.serving.protocol import InferRequest
 from hamlet.serving.results import Results, results_of
@@ -100,7 +100,8 @@ async def talk(app: App, scope: Scope, receive: Receive, send: Send) -> None:
     await receive()
     try:
         authorize(scope["headers"], app.token)
-        if scope["path"] != (path := f"/v2/models/{app.engine.name}/stream"):
+        same_origin(scope["headers"], app.origins)
+        if scope["path"].rstrip("/") != (path := f"/v2/models/{app.engine.name}/stream"):
             raise HTTPError(404, f"there is no WebSocket at {scope['path'][:100]}: it is at {path}")
         app.engine.ready()
     except HTTPError as error:

@@ -112,6 +112,35 @@ def server(agent):
         yield served
 
 
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory) -> Path:
+    """A small policy, see `pilot`."""
+    from policies import masked_gru
+
+    return masked_gru(tmp_path_factory.mktemp("policy")).path
+
+
+@pytest.fixture(scope="module")
+def pilot(policy):
+    """A server of it that a whole file of tests shares."""
+    with Served(policy) as served:
+        yield served
+
+
+@pytest.fixture(scope="session")
+def rows() -> np.ndarray:
+    """float32 [40, 6]: what one life of it sees."""
+    return np.random.default_rng(8).uniform(-1, 1, (40, 6)).round(4).astype(np.float32)
+
+
+@pytest.fixture(scope="session")
+def expected(policy, rows) -> list[int]:
+    """The actions of that life, by onnxruntime alone."""
+    from pilot import life
+
+    return life(policy, rows)
+
+
 @pytest.fixture
 def engine(agent):
     """An engine of its own for each test, with the agent current."""

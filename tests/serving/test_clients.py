@@ -1,81 +1,20 @@
-"""What other clients send and mean: their headers, their JSON, their sequences, their retries."""
+"""What other clients send and mean: their JSON, their sequences, their retries."""
 
 from __future__ import annotations
 
-import gzip
 import json
 import socket
 import threading
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tritonclient.http as triton
+from pilot import INFER, LINE, life, observation, request, tick
 from policies import HIDDEN, OBS, masked_gru
-from served import Answer, Served
+from served import Served
 
 from hamlet.artifacts import HamletError
 from hamlet.serving.client import Agent
-
-INFER = "/v2/models/masked/infer"
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory) -> Path:
-    return masked_gru(tmp_path_factory.mktemp("policy")).path
-
-
-@pytest.fixture(scope="module")
-def pilot(policy):
-    with Served(policy) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def rows() -> np.ndarray:
-    """float32 [40, 6]"""
-    return np.random.default_rng(8).uniform(-1, 1, (40, OBS)).round(4).astype(np.float32)
-
-
-@pytest.fixture(scope="module")
-def expected(policy, rows) -> list[int]:
-    """The actions of one life that sees the rows, by onnxruntime alone."""
-    return life(policy, rows)
-
-
-def life(policy: Path, rows: np.ndarray) -> list[int]:
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(policy, providers=["CPUExecutionProvider"])
-    h, actions = np.zeros((1, HIDDEN), np.float32), []
-    for row in rows:
-        feeds = {
-            "obs": row[None], "action_mask": np.ones((1, 5), bool),
-            "level": np.array([[1, 0]]), "h": h,
-        }  # fmt: skip
-        action, _, h = session.run(None, feeds)
-        actions.append(int(action[0]))
-    return actions
-
-
-def request(row: np.ndarray, name: object, **more: object) -> dict:
-    """One tick in JSON; `more` are parameters, but for `id` and `outputs`."""
-    top = {key: more.pop(key) for key in ("id", "outputs") if key in more}
-    return {
-        "parameters": {"sequence_id": name, **more},
-        "inputs": [
-            {"name": "obs", "shape": [1, OBS], "datatype": "FP32", "data": row.tolist()},
-            {"name": "action_mask", "shape": [1, 5], "datatype": "BOOL", "data": [True] * 5},
-            {"name": "level", "shape": [1, 2], "datatype": "INT64", "data": [1, 0]},
-        ],
-        "outputs": [{"name": "action"}],
-        **top,
-    }
-
-
-def tick(server: Served, row: np.ndarray, name: object, **more: object) -> Answer:
-    return server.ask("POST", INFER, request(row, name, **more))
 
 
 def test_the_actions_tell_lives_apart(policy, rows, expected):
@@ -83,108 +22,6 @@ def test_the_actions_tell_lives_apart(policy, rows, expected):
     assert len(set(expected)) > 2
     assert life(policy, np.insert(rows, 3, rows[3], axis=0))[5:] != expected[4:]
     assert life(policy, rows[1:]) != expected[1:]
-
-
-# ------------------------------------------------------------------------------------------------
-# Headers
-
-
-def send_raw(server: Served, head: str, body: bytes, pieces: int = 1) -> list[bytes]:
-    """The same request twice on one connection, in so many pieces; both answers."""
-    data = (head.format(length=len(body)) + "\r\n").encode() + body
-    answers = []
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as s:
-        for _ in range(2):
-            size = -(-len(data) // pieces)
-            for i in range(0, len(data), size):
-                s.sendall(data[i : i + size])
-                time.sleep(0.01 if pieces > 1 else 0)
-            got = b""
-            while not got.endswith(b"]}]}") and b'"error"' not in got:
-                more = s.recv(65536)
-                assert more, got
-                got += more
-            answers.append(got)
-    return answers
-
-
-LINE = "POST " + INFER + " HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n"
-H2C = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAA\r\n"
-
-
-@pytest.mark.parametrize("pieces", [1, 7])
-@pytest.mark.parametrize(
-    "headers",
-    [
-        H2C,
-        H2C + "Content-Type: application/json\r\n",
-        "Upgrade: h2c\r\nConnection: upgrade\r\n",
-        "Connection: Upgrade\r\nUpgrade: TLS/1.0, HTTP/2.0\r\n",
-        "Connection: Upgrade\r\nUpgrade: websocket\r\n",  # without the rest of a handshake, a POST
-        "Upgrade: h2c\r\n",
-        "Connection: keep-alive, TE\r\nTE: trailers, deflate;q=0.5\r\n",
-        "Connection: keep-alive, X-Hop\r\nX-Hop: 1\r\nKeep-Alive: timeout=5\r\n",
-        "Accept-Encoding: gzip, br, zstd\r\nAccept: text/html;q=0.1\r\n",
-        "Content-Type: text/plain; charset=utf-8\r\nContent-Encoding: identity\r\n",
-        "Content-Encoding: gzip\r\n",
-        H2C + "Content-Encoding: gzip\r\n",
-        "Via: 1.1 proxy\r\nForwarded: for=1.2.3.4\r\nPragma: no-cache\r\nX-Empty:\r\n",
-        "Cookie: a=b\r\nRange: bytes=0-3\r\nIf-None-Match: *\r\nDNT: 1\r\n",
-        "Expect: something-else\r\n",
-    ],
-)
-def test_headers_that_change_nothing(pilot, rows, expected, headers, pieces):
-    body = json.dumps(request(rows[0], "head", sequence_start=True, sequence_end=True)).encode()
-    if "Content-Encoding: gzip" in headers:
-        body = gzip.compress(body)
-    for answer in send_raw(pilot, LINE + headers, body, pieces):
-        assert answer.startswith(b"HTTP/1.1 200"), answer
-        assert answer.endswith(b'"data":[%d]}]}' % expected[0])
-
-
-def test_chunks_with_an_offer_and_trailers(pilot, rows, expected):
-    body = json.dumps(request(rows[0], "head", sequence_start=True, sequence_end=True)).encode()
-    chunks = b"".join(b"%x;ext=1\r\n%s\r\n" % (len(p), p) for p in (body[:90], body[90:]))
-    head = f"POST {INFER} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nTrailer: X-Sum\r\n"
-    for more in ("", H2C):
-        data = (head + more + "\r\n").encode() + chunks + b"0\r\nX-Sum: 1\r\n\r\n"
-        with socket.create_connection(("127.0.0.1", pilot.port), timeout=20) as s:
-            s.sendall(data)
-            answer = b""
-            while not answer.endswith(b"}"):
-                answer += s.recv(65536)
-        assert answer.startswith(b"HTTP/1.1 200"), answer
-        assert answer.endswith(b'"data":[%d]}]}' % expected[0])
-
-
-def test_expect_is_answered_before_the_body(pilot, rows):
-    body = json.dumps(request(rows[0], "head", sequence_start=True, sequence_end=True)).encode()
-    head = (LINE + "Expect: 100-continue\r\n\r\n").format(length=len(body))
-    with socket.create_connection(("127.0.0.1", pilot.port), timeout=20) as s:
-        s.sendall(head.encode())
-        assert s.recv(65536).startswith(b"HTTP/1.1 100")
-        s.sendall(body)
-        assert s.recv(65536).startswith(b"HTTP/1.1 200")
-
-
-def test_connect_is_refused_and_holds_nobody_up(pilot):
-    with socket.create_connection(("127.0.0.1", pilot.port), timeout=20) as s:
-        s.sendall(b"CONNECT example.org:443 HTTP/1.1\r\nHost: example.org:443\r\n\r\n")
-        assert s.recv(65536).startswith(b"HTTP/1.1 400")
-    assert pilot.ask("GET", "/v2/health/live").status == 200
-
-
-def test_the_token_in_any_spelling_of_its_scheme(policy, rows):
-    import os
-
-    with Served(policy, env={**os.environ, "HAMLET_TOKEN": "S3cret"}) as server:
-        data = request(rows[0], 3, sequence_start=True)
-        for word, status in (
-            ("Bearer S3cret", 200), ("bearer S3cret", 200), ("BEARER  S3cret", 200),
-            ("Bearer s3cret", 401), ("Basic S3cret", 401), ("S3cret", 401), ("Bearer", 401),
-        ):  # fmt: skip
-            assert server.ask("POST", INFER, data, authorization=word).status == status, word
-            assert server.ask("GET", "/docs", authorization=word).status == status, word
 
 
 # ------------------------------------------------------------------------------------------------
@@ -431,10 +268,6 @@ def test_the_client_survives_connections_that_died(policy, rows, expected):
         assert proxy.broken > 10
         assert proxy.named == {proxy.first}  # every request named its session
         assert server.metric("hamlet_repeated_total") > 3
-
-
-def observation(row: np.ndarray) -> dict:
-    return {"obs": row, "action_mask": np.ones(5, bool), "level": np.array([1, 0])}
 
 
 class Proxy:

@@ -99,7 +99,8 @@ def serve(
         """Ends quietly on a signal: draining is the orderly end, not an interrupt."""
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            if app.draining:
+            again, app.draining = app.draining, True
+            if again:
                 if sig == signal.SIGINT:
                     self.force_exit = True  # Ctrl-C twice: at once, without the sessions
                 self.should_exit = True
@@ -108,7 +109,6 @@ def serve(
                 asyncio.get_running_loop().call_later(drain, self._leave)
             else:
                 self.should_exit = True
-            app.draining = True
 
         def _leave(self) -> None:
             self.should_exit = True

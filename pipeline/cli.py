@@ -25,6 +25,7 @@ from rich.text import Text
 
 from hamlet.artifacts import HamletError, atomic_path, how_to_make
 from hamlet.cli_registry import add_commands
+from hamlet.offline.cli import app as offline_app
 from hamlet.serving.command import card, serve
 
 AGENT = Path("artifacts/agent.onnx")
@@ -35,6 +36,7 @@ P = ParamSpec("P")
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_show_locals=False, help="Agents that live in the town."
 )
+app.add_typer(offline_app, name="offline")
 AgentFile = Annotated[Path, typer.Option(help="The exported agent; its card stands beside it.")]
 
 

@@ -1,0 +1,1 @@
+"""Learning from logged experience: read logs, train on them, judge without a simulator, export."""

@@ -1,0 +1,156 @@
+"""`hamlet offline`: check a log, train on it, judge what was learned."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from enum import StrEnum
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from hamlet.artifacts import HamletError
+
+app = typer.Typer(no_args_is_help=True, help="Learn from logged experience.")
+MOST_SHOWN = 20
+OUT = Path("artifacts/offline")
+Data = Annotated[
+    Path, typer.Argument(help="Parquet or Arrow file, a folder of them, or a Minari data set.")
+]
+SchemaFile = Annotated[
+    Path | None,
+    typer.Option("--schema", help="The columns; default: DATA.yaml, or schema.yaml in a folder."),
+]
+Out = Annotated[Path, typer.Option(help="Folder for the policy and all that belongs to it.")]
+ParamsFile = Annotated[
+    Path | None, typer.Option("--params", help="YAML with the sections `offline` and `gate`.")
+]
+
+
+class Objective(StrEnum):
+    """What is learned."""
+
+    ppo = "ppo"
+    impala = "impala"
+    imitation = "imitation"
+
+
+def _in_one_line(command: Callable[[], None]) -> None:
+    try:
+        command()
+    except HamletError as error:
+        Console(stderr=True).print(
+            str(error), style="red", markup=False, highlight=False, soft_wrap=True
+        )
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def _needs_packages() -> None:
+    for package in ("torch", "pyarrow", "minari"):
+        if find_spec(package) is None:
+            raise HamletError(
+                f"`hamlet offline` needs {package}",
+                'run `pip install -c constraints.txt -e ".[offline]"`',
+            )
+
+
+@app.command()
+def check(data: Data, schema: SchemaFile = None) -> None:
+    """Print what a log holds and what is wrong with it, by row. Exit code 1 if anything is."""
+
+    def run() -> None:
+        _needs_packages()
+        from hamlet.offline.open_log import open_log
+
+        problems: list[HamletError] = []
+        with TemporaryDirectory() as cache:
+            store = open_log(data, schema, Path(cache), problems.append)
+            for line in described(store.facts, store.schema.action_names):
+                print(line)
+        for problem in problems[:MOST_SHOWN]:
+            print(problem)
+        if len(problems) > MOST_SHOWN:
+            print(f"and {len(problems) - MOST_SHOWN} more")
+        if problems:
+            raise typer.Exit(1)
+        print("nothing is wrong")
+
+    _in_one_line(run)
+
+
+def described(facts: dict[str, Any], actions: list[str]) -> list[str]:
+    """Lines about a log: what `LogStore.facts` holds."""
+    lengths, reward, rows = facts["lengths"], facts["reward"], max(facts["rows"], 1)
+    counts = facts["action_counts"]
+    shares = ", ".join(f"{name} {100 * n / rows:.1f} %" for name, n in zip(actions, counts))
+    unseen = [name for name, n in zip(actions, counts) if not n]
+    lines = [
+        f"{facts['rows']} decisions in {facts['episodes']} episodes of {lengths['min']} to "
+        f"{lengths['max']} steps, {lengths['mean']:.1f} on average",
+        f"{facts['terminated']} episodes terminated; the observation after the last action is "
+        f"known of {facts['final_observations']}",
+        f"actions: {shares}",
+        f"rewards: {reward['min']:.4g} to {reward['max']:.4g}, {reward['mean']:.4g} on average",
+    ]
+    if unseen:
+        lines.append(f"never taken, so nothing can be learned of them: {', '.join(unseen)}")
+    cut = facts["episodes"] - facts["terminated"] - facts["final_observations"]
+    if cut > 0:
+        lines.append(
+            f"up to {cut} episodes neither terminated nor have a final observation: nothing is "
+            "learned from their last row"
+        )
+    if not facts["log_prob"]:
+        lines.append(
+            "no behaviour log-probabilities: `ppo` and `impala` will estimate them from a fitted "
+            "policy; log them if you can"
+        )
+    return lines
+
+
+def _stage(*arguments: object) -> None:
+    _needs_packages()
+    command = [sys.executable, "-m", "stages.offline", *map(str, arguments)]
+    code = subprocess.run(command, check=False).returncode
+    if code:
+        raise typer.Exit(code)
+
+
+def _options(**given: object) -> list[object]:
+    return [x for name, value in given.items() if value for x in (f"--{name}", value)]
+
+
+@app.command()
+def train(
+    data: Data,
+    objective: Annotated[Objective, typer.Option(help="What is learned.")] = Objective.ppo,
+    schema: SchemaFile = None,
+    out: Out = OUT,
+    params: ParamsFile = None,
+) -> None:
+    """Train a policy on a log. Interrupted or killed, the same command goes on."""
+    options = _options(schema=schema, params=params)
+    _in_one_line(lambda: _stage(data, "--out", out, "--objective", objective.value, *options))
+
+
+@app.command()
+def judge(
+    data: Data,
+    schema: SchemaFile = None,
+    out: Out = OUT,
+    params: ParamsFile = None,
+    register: Annotated[
+        bool, typer.Option("--register", help="Make it champion of hamlet-logged-policy.")
+    ] = False,
+) -> None:
+    """Estimate what the policy would earn, from held-out episodes; export it as ONNX."""
+    options = [*_options(schema=schema, params=params), "--judge"]
+    options += ["--register"] if register else []
+    _in_one_line(lambda: _stage(data, "--out", out, *options))

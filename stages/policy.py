@@ -10,6 +10,7 @@ import torch
 
 from hamlet.artifacts import atomic_path, write_card, write_json
 from hamlet.export.frozen import freeze, load_frozen
+from hamlet.export.sense import load_sense
 from hamlet.learning.learner import first_state
 from hamlet.learning.train_policy import goal_targets, train_policy
 from hamlet.modules.agent import AgentState, Mind
@@ -49,6 +50,9 @@ def make_mind(
         sizes.emergency,
     )
     mind = Mind(perceive, imagine_tick, read_others, policy, sizes.candidates, sizes.horizon)
+    if not params.compile.rollout:  # ONNX Runtime's calls cannot be a part of a compiled graph
+        upstream = {"perception": a_card["sha256"], "social": c_card["sha256"]}
+        mind.fused_sense = load_sense(paths.SENSE, shape.pack_hash, upstream)
 
     def blank(worlds: int, agents: int = shape.num_agents) -> AgentState:
         dims = a_card["recurrent_dim"], shape.num_others, c_card["recurrent_dim"]

@@ -76,6 +76,7 @@ class Society:
         mind = Mind(
             m.perceive, m.imagine_tick, m.read_others, policy, sizes.candidates, sizes.horizon
         )
+        mind.fused_sense = m.fused_sense
         return Selves(mind, self.shape, self.blank, first, last, imagines)
 
     def characters(

@@ -6,6 +6,7 @@ import torch
 
 from hamlet.artifacts import write_json
 from hamlet.export.frozen import freeze, load_frozen
+from hamlet.export.sense import write_sense
 from hamlet.learning.train_social import evaluate_social, train_social, with_labels
 from hamlet.modules.contracts import SocialPrediction
 from stages import paths
@@ -48,6 +49,15 @@ def main() -> None:
             pack=shape.pack_hash,
             upstream={"perception": upstream["sha256"], "dataset": recorded.card["sha256"]},
             extra={"recurrent_dim": model.recurrent_dim},
+        )
+        read_others, card = load_frozen(paths.SOCIAL, shape.pack_hash)
+        write_sense(
+            perceive,
+            read_others,
+            shape,
+            (upstream["recurrent_dim"], card["recurrent_dim"]),
+            paths.SENSE,
+            {"perception": upstream["sha256"], "social": card["sha256"]},
         )
         log.write(paths.curve("social"))
         write_json(paths.metrics("social"), numbers)

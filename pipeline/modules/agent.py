@@ -192,7 +192,7 @@ class Mind(nn.Module):
         self, obs: RawObservation, state: AgentState
     ) -> tuple[Features, Tensor, Tensor, Tensor]:
         """`sense` with only what learning needs: the features for D, the belief's log_std, and the
-        new states of A and C; in one call of `fused_sense` where there is one."""
+        new states of A and C; in one call of `fused_sense` (`export.sense`) where there is one."""
         if self.fused_sense is None:
             belief, _, social, f = self.sense(obs, state)
             return f, belief.log_std, belief.recurrent_state, social

@@ -58,11 +58,9 @@ class Perception(nn.Module):
         self.shape, self.hidden, self.latent = shape, hidden, latent
         m, c = shape.num_others, shape.num_cues
         self.cell_embedding = nn.Embedding(shape.num_cell_codes, 8)
-        self.view_encoder = nn.Sequential(
-            nn.Conv2d(9, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU()
-        )
+        self.view_encoder = nn.Sequential(nn.Linear(VIEW * 9, 96), nn.ReLU())
         self.self_encoder = nn.Sequential(nn.Linear(shape.self_dim + m * (c + 3), 64), nn.ReLU())
-        self.gru = nn.GRUCell(9 * 16 + 64, hidden)
+        self.gru = nn.GRUCell(96 + 64, hidden)
         self.to_latent = nn.Linear(hidden, 2 * latent)
         # Log-odds that a cell with this remembered code (0 = nothing known) holds each affordance.
         codes = 1 + shape.num_cell_codes + len(shape.telling_cues)
@@ -185,14 +183,12 @@ class Perception(nn.Module):
         visible: Tensor,
         others_offset: Tensor,
     ) -> Tensor:
-        """[., 208] everything sensed in one tick, as input of the GRU."""
-        embedded = self.cell_embedding(view.long()).permute(0, 3, 1, 2)
-        pixels = torch.cat([embedded, occupancy.unsqueeze(1).to(embedded.dtype)], dim=1)
+        """[., 160] everything sensed in one tick, as input of the GRU."""
+        embedded = self.cell_embedding(view.long())
+        cells = torch.cat([embedded, occupancy.unsqueeze(-1).to(embedded.dtype)], dim=-1)
         others = torch.cat([cues, others_offset, visible.unsqueeze(-1).to(cues.dtype)], dim=-1)
         own = torch.cat([self_state, others.flatten(1)], 1)
-        # Pixel by pixel: so they lie in memory, where a convolution is fastest.
-        scene = self.view_encoder(pixels).permute(0, 2, 3, 1).flatten(1)
-        return torch.cat([scene, self.self_encoder(own)], 1)
+        return torch.cat([self.view_encoder(cells.flatten(1)), self.self_encoder(own)], 1)
 
     def believe(self, hidden: Tensor, memory: Tensor, self_state: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and log_std [., D] from the two memories."""

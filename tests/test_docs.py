@@ -57,3 +57,14 @@ def test_importing_hamlet_loads_nothing_heavy():
 def test_an_unknown_name_is_said():
     with pytest.raises(AttributeError, match="nobody"):
         _ = hamlet.nobody
+
+
+def test_what_the_reference_describes_exists():
+    named = re.findall(
+        r"^::: ([\w.]+)$", "\n".join(p.read_text(encoding="utf-8") for p in PAGES), re.M
+    )
+    assert len(named) >= 10
+    for name in named:
+        home, _, last = name.rpartition(".")
+        module = importlib.import_module(home)
+        assert hasattr(module, last) or importlib.import_module(name), name

@@ -367,7 +367,9 @@ def run_tests(tree: Path, tests: list[str]) -> Outcome:
         code = 3
         try:
             code = int(
-                pytest.main(["-x", "-q", "-n", "0", "-p", "no:cacheprovider", *tests], plugins=[First()])
+                pytest.main(
+                    ["-x", "-q", "-n0", "-p", "no:cacheprovider", *tests], plugins=[First()]
+                )
             )
         finally:
             os.write(writing, json.dumps([code, first[:1]]).encode())

@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -148,47 +148,29 @@ def recompilations(setting: Setting, iterations: int) -> dict[str, int]:
     }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    told = "small sizes, most of it compiling; nothing is written"
-    parser.add_argument("--small", action="store_true", help=told)
-    small = parser.parse_args(arguments).small
-    warnings.simplefilter("ignore")
-    try:
-        setting = Setting(load_params("params.yaml"))
-    except HamletError as error:
-        print(f"learning: {error}", file=sys.stderr)
-        return 2
-    keep_memory()
-    torch.set_num_threads(cores())
-    policy = setting.params.policy
-    if small:
-        policy = policy.model_copy(update={"worlds": 16, "rollout": 8})
-        setting.params = setting.params.model_copy(update={"policy": policy})
-    fast = best_precision("cpu")
-    count, seconds, rounds = (1, 0.1, 1) if small else (5, 2.0, 2)
-    result: dict[str, Any] = {
-        "pack": setting.town.pack.name, "threads": cores(), "worlds": policy.worlds, "best": fast
-    }  # fmt: skip
+class Sizes(NamedTuple):
+    """How much is measured: iterations of each training, seconds of each tick, rounds."""
 
-    def keep(result: dict[str, Any]) -> dict[str, Any]:
-        """`result` in four digits, written as far as it goes: a stop loses one section."""
-        text = json.dumps(result)
-        rounded = json.loads(text, parse_float=lambda number: float(f"{float(number):.4g}"))
-        if not small:
-            RESULTS.mkdir(exist_ok=True)
-            file = RESULTS / f"{setting.town.pack.name}.json"
-            file.write_text(json.dumps(rounded, indent=1) + "\n")
-        return rounded
+    small: bool
+    count: int
+    seconds: float
+    rounds: int
 
+
+SMALL, WHOLE = Sizes(True, 1, 0.1, 1), Sizes(False, 5, 2.0, 2)
+
+
+def end_to_end(setting: Setting, fast: Precision, sizes: Sizes) -> dict[str, Any]:
+    """Trainings of module D and of its peers, each round all of them, and their ratios."""
     print("learning, end to end", flush=True)
+    policy, small = setting.params.policy, sizes.small
     rows: dict[str, list[dict[str, float]]] = {}
     others: dict[str, list[peers.Peer]] = {
         peer + lent: [] for peer in ("recurrent_ppo", "lstm_ppo") for lent in ("", EVERYONE)
     }
     best, many = f"compiled_{fast}", MANY * policy.worlds
     with tempfile.TemporaryDirectory() as cold:
-        for _ in range(rounds):
+        for _ in range(sizes.rounds):
             both: list[Precision] = list(dict.fromkeys(("fp32", fast)))
             ways = [(compile, p, policy.worlds) for compile in (True, False) for p in both]
             for compile, precision, worlds in [*ways, *((True, p, many) for p in both)]:
@@ -196,7 +178,7 @@ def main(arguments: list[str] | None = None) -> int:
                 name += f"_{worlds}" if worlds != policy.worlds else ""
                 torch._dynamo.reset()
                 with compiling_in(cold) if name == best else nullcontext():
-                    row = learning(setting, compile, precision, count, worlds)
+                    row = learning(setting, compile, precision, sizes.count, worlds)
                 rows.setdefault(name, []).append(row)
                 print(f"  {name:24} {row['agent_steps_per_s']:9,.0f} agent-steps/s", flush=True)
             for name, seen in others.items():
@@ -212,61 +194,72 @@ def main(arguments: list[str] | None = None) -> int:
                 )  # fmt: skip
                 speed = seen[-1].steps / seen[-1].seconds
                 print(f"  {name:24} {speed:9,.0f} agent-steps/s", flush=True)
+    return ratios(rows, others, fast, many)
 
-        def speed_of(name: str) -> float:
-            return statistics.median(row["agent_steps_per_s"] for row in rows[name])
 
-        def update_ms(name: str) -> float:
-            return statistics.median(row["update_ms"] for row in rows[name])
+def ratios(
+    rows: dict[str, list[dict[str, float]]],
+    others: dict[str, list[peers.Peer]],
+    fast: Precision,
+    many: int,
+) -> dict[str, Any]:
+    """Medians over the rounds, of our trainings and of the peers', and one over the other."""
+    best = f"compiled_{fast}"
 
-        def peer_speed(name: str) -> float:
-            return statistics.median(p.steps / p.seconds for p in others[name])
+    def speed_of(name: str) -> float:
+        return statistics.median(row["agent_steps_per_s"] for row in rows[name])
 
-        result |= {
-            "agent_steps_per_s": speed_of(best),
-            "agent_steps_per_s_of_many": speed_of(f"{best}_{many}"),
-            "over_sb3_recurrent": speed_of(best) / peer_speed("recurrent_ppo"),
-            "over_lstm_ppo": speed_of(best) / peer_speed("lstm_ppo"),
-            "over_sb3_recurrent_everyone": speed_of(best) / peer_speed(f"recurrent_ppo{EVERYONE}"),
-            "over_lstm_ppo_everyone": speed_of(best) / peer_speed(f"lstm_ppo{EVERYONE}"),
-            "compiled_over_eager": speed_of(best) / speed_of(f"eager_{fast}"),
-            "compiled_over_eager_fp32": speed_of("compiled_fp32") / speed_of("eager_fp32"),
-            "bf16_over_fp32_update": update_ms("compiled_fp32") / update_ms(best),
-            "bf16_over_fp32_update_of_many": update_ms(f"compiled_fp32_{many}")
-            / update_ms(f"{best}_{many}"),
-            "cold_compile_s": rows[best][0]["first_iteration_s"],
-            "warm_compile_s": rows[best][-1]["first_iteration_s"],
-            "learning": {
-                name: {k: statistics.median(r[k] for r in seen) for k in seen[0]}
-                for name, seen in rows.items()
-            },
-            "peers": {name: [p._asdict() for p in seen] for name, seen in others.items()},
-        }
+    def update_ms(name: str) -> float:
+        return statistics.median(row["update_ms"] for row in rows[name])
 
-    keep(result)
+    def peer_speed(name: str) -> float:
+        return statistics.median(p.steps / p.seconds for p in others[name])
 
-    worlds = policy.worlds
+    return {
+        "agent_steps_per_s": speed_of(best),
+        "agent_steps_per_s_of_many": speed_of(f"{best}_{many}"),
+        "over_sb3_recurrent": speed_of(best) / peer_speed("recurrent_ppo"),
+        "over_lstm_ppo": speed_of(best) / peer_speed("lstm_ppo"),
+        "over_sb3_recurrent_everyone": speed_of(best) / peer_speed(f"recurrent_ppo{EVERYONE}"),
+        "over_lstm_ppo_everyone": speed_of(best) / peer_speed(f"lstm_ppo{EVERYONE}"),
+        "compiled_over_eager": speed_of(best) / speed_of(f"eager_{fast}"),
+        "compiled_over_eager_fp32": speed_of("compiled_fp32") / speed_of("eager_fp32"),
+        "bf16_over_fp32_update": update_ms("compiled_fp32") / update_ms(best),
+        "bf16_over_fp32_update_of_many": update_ms(f"compiled_fp32_{many}")
+        / update_ms(f"{best}_{many}"),
+        "cold_compile_s": rows[best][0]["first_iteration_s"],
+        "warm_compile_s": rows[best][-1]["first_iteration_s"],
+        "learning": {
+            name: {k: statistics.median(r[k] for r in seen) for k in seen[0]}
+            for name, seen in rows.items()
+        },
+        "peers": {name: [p._asdict() for p in seen] for name, seen in others.items()},
+    }
+
+
+def rollouts_by_size(setting: Setting, fast: Precision, sizes: Sizes) -> dict[str, Any]:
+    """Perception's rollout in one process and in one per core."""
+    worlds = setting.params.policy.worlds
     by_size = {}
-    for size in [worlds] if small else [MANY * worlds, 2 * MANY * worlds]:
+    for size in [worlds] if sizes.small else [MANY * worlds, 2 * MANY * worlds]:
         for ranks in sorted({1, cores()}):
             name = f"{size}_worlds_{ranks}_processes"
-            by_size[name] = rollouts(setting.params, size, fast, seconds, ranks)
+            by_size[name] = rollouts(setting.params, size, fast, sizes.seconds, ranks)
             print(f"  perception's rollout, {name}: {by_size[name]}", flush=True)
-    result["rollout"] = by_size
     top = max(by_size.values(), key=lambda row: row["agent_steps_per_s"])
-    result["rollout_agent_steps_per_s"] = top["agent_steps_per_s"]
-    result["rollout_over_its_parts"] = top["over_its_parts"]
-    keep(result)
+    return {
+        "rollout": by_size,
+        "rollout_agent_steps_per_s": top["agent_steps_per_s"],
+        "rollout_over_its_parts": top["over_its_parts"],
+    }
 
-    counted = recompilations(setting, 5 if small else 1000)
-    result |= {"recompiles": counted["recompiles"], "graph_breaks": counted["graph_breaks"],
-               "counted_iterations": counted["iterations"]}  # fmt: skip
-    keep(result)
 
+def ticks_of_play(setting: Setting, fast: Precision, sizes: Sizes) -> dict[str, Any]:
     print("a tick of play", flush=True)
+    worlds = setting.params.policy.worlds
     with torch.no_grad():
         torch._dynamo.reset()
-        ticks = Ticks(setting, worlds, fast, seconds)
+        ticks = Ticks(setting, worlds, fast, sizes.seconds)
         row = {
             "eager": ticks.whole(Learner, False),
             "separately": ticks.separately(),
@@ -274,12 +267,55 @@ def main(arguments: list[str] | None = None) -> int:
             "evaluation_fused": ticks.whole(Greedy, True),
             "copies": ticks.copies(),
         }
-        result["tick_ms"] = row
         print("  " + "  ".join(f"{k} {v:.2f} ms" for k, v in row.items()), flush=True)
         torch._dynamo.reset()
-        result["reset_ms"] = Ticks(setting, worlds, "fp32", seconds).resets()
-        print(f"  resets {result['reset_ms']}", flush=True)
-    rounded = keep(result)
+        resets = Ticks(setting, worlds, "fp32", sizes.seconds).resets()
+        print(f"  resets {resets}", flush=True)
+    return {"tick_ms": row, "reset_ms": resets}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    told = "small sizes, most of it compiling; nothing is written"
+    parser.add_argument("--small", action="store_true", help=told)
+    sizes = SMALL if parser.parse_args(arguments).small else WHOLE
+    warnings.simplefilter("ignore")
+    try:
+        setting = Setting(load_params("params.yaml"))
+    except HamletError as error:
+        print(f"learning: {error}", file=sys.stderr)
+        return 2
+    keep_memory()
+    torch.set_num_threads(cores())
+    policy = setting.params.policy
+    if sizes.small:
+        policy = policy.model_copy(update={"worlds": 16, "rollout": 8})
+        setting.params = setting.params.model_copy(update={"policy": policy})
+    fast = best_precision("cpu")
+    result: dict[str, Any] = {
+        "pack": setting.town.pack.name, "threads": cores(), "worlds": policy.worlds, "best": fast
+    }  # fmt: skip
+
+    def counted() -> dict[str, Any]:
+        found = recompilations(setting, 5 if sizes.small else 1000)
+        renamed = {"iterations": "counted_iterations"}
+        return {renamed.get(k, k): found[k] for k in ("recompiles", "graph_breaks", "iterations")}
+
+    rounded = result
+    for measure in (
+        lambda: end_to_end(setting, fast, sizes),
+        lambda: rollouts_by_size(setting, fast, sizes),
+        counted,
+        lambda: ticks_of_play(setting, fast, sizes),
+    ):
+        result |= measure()
+        # In four digits, written as far as it goes: a stop loses one section.
+        text = json.dumps(result)
+        rounded = json.loads(text, parse_float=lambda number: float(f"{float(number):.4g}"))
+        if not sizes.small:
+            RESULTS.mkdir(exist_ok=True)
+            file = RESULTS / f"{setting.town.pack.name}.json"
+            file.write_text(json.dumps(rounded, indent=1) + "\n")
     print(f"ratio over RecurrentPPO: {rounded['over_sb3_recurrent']}")
     print(json.dumps(rounded))
     return 0

@@ -122,22 +122,22 @@ class Everyone(TownVectorEnv):
         self.action_space = batch_space(self.single_action_space, self.num_envs)
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        self._state = self.town.reset(seed or 0, self.worlds)
+        self.world = self.town.reset(seed or 0, self.worlds)
         return self._observe(), {}
 
     def step(self, actions: np.ndarray) -> Any:
         start = time.perf_counter()
-        state = self.town.step_core(self._state, torch.from_numpy(actions).view(self.worlds, -1))
+        state = self.town.step_core(self.world, torch.from_numpy(actions).view(self.worlds, -1))
         over = state["episode_over"]
         ended = (state["died"] | state["retired"] | over[:, None]).flatten().numpy()
-        self._state = self.town.renew(state, over) if over.any() else state
+        self.world = self.town.renew(state, over) if over.any() else state
         seen = self._observe()
         self.clock.seconds += time.perf_counter() - start
         reward = REWARD_SCALE * state["reward"].flatten().numpy()
         return seen, reward, ended, np.zeros_like(ended), {}
 
     def _observe(self) -> np.ndarray:
-        return flat_observation(self.town, self.town.observe(self._state)).flatten(0, 1).numpy()
+        return flat_observation(self.town, self.town.observe(self.world)).flatten(0, 1).numpy()
 
 
 class RecurrentPPO:

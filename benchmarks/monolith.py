@@ -164,6 +164,17 @@ class MonolithLives(MonolithPlayer):
         return super().outcome(before, after, memory)[0], life_of(before, after)
 
 
+def learning_rate(params: PolicyParams, iteration: int) -> float:
+    """That of an iteration: imitation's falls to nothing, then PPO's rises and falls."""
+    if iteration < params.imitation_iterations:
+        left = 1 - iteration / params.imitation_iterations
+        return params.imitation_learning_rate * max(left, 0.02)
+    so_far = iteration - params.imitation_iterations
+    afterwards = params.critic_iterations + params.ppo_iterations
+    left = min(1.0, (so_far + 1) / WARM_UP) * max(1 - so_far / afterwards, 0.05)
+    return params.learning_rate * left
+
+
 def train_monolith(
     town: Town,
     shape: TownShape,
@@ -228,13 +239,7 @@ def train_monolith(
         values = torch.cat([data["value"], following.unsqueeze(0)])
         estimate = gae(reward, values[:-1], values[1:], done, done, params.gamma, params.lam)
         data["advantages"], data["returns"] = estimate
-        if imitating:
-            left = 1 - iteration / params.imitation_iterations
-            imitation.set_learning_rate(params.imitation_learning_rate * max(left, 0.02))
-        else:
-            so_far = iteration - params.imitation_iterations
-            left = min(1.0, (so_far + 1) / WARM_UP) * max(1 - so_far / afterwards, 0.05)
-            ppo.set_learning_rate(params.learning_rate * left)
+        (imitation if imitating else ppo).set_learning_rate(learning_rate(params, iteration))
         sequences = data.transpose(0, 1)
         epochs, parts = (
             (params.imitation_epochs, params.imitation_minibatches)

@@ -40,6 +40,7 @@ import numpy as np
 from benchmarks.gru import write_gru
 from benchmarks.serving_load import message, upgrade
 from hamlet.artifacts import HamletError, write_card
+from hamlet.export.mlflow_signature import mlflow_signature
 from hamlet.serving.agent import OnnxAgent
 from hamlet.serving.client import Agent
 from hamlet.serving.model import DATATYPES
@@ -196,13 +197,11 @@ def mlflow_serve(agent: Path, folder: Path) -> Iterator[int]:
     import mlflow
     import onnx
 
-    from stages.register import _signature
-
     model = onnx.load(agent)
     mlflow.onnx.save_model(
         model,
         folder / "mlflow",
-        signature=_signature(model),
+        signature=mlflow_signature(model),
         pip_requirements=["onnxruntime"],
         onnx_execution_providers=["CPUExecutionProvider"],
         onnx_session_options={"intra_op_num_threads": 1},

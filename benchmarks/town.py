@@ -29,6 +29,7 @@ import psutil
 import torch
 from tensordict import TensorDict
 
+from hamlet.artifacts import write_json
 from hamlet.learning.compiling import compiled
 from hamlet.town import PackError, Town, load_pack
 from hamlet.town.counter import tick_hash
@@ -204,10 +205,7 @@ def main(arguments: list[str] | None = None) -> int:
         ),
         "rows": rows,
     }  # fmt: skip
-    RESULTS.parent.mkdir(exist_ok=True)
-    temporary = RESULTS.with_suffix(".tmp")
-    temporary.write_text(json.dumps(summary, indent=1) + "\n")
-    temporary.replace(RESULTS)
+    write_json(RESULTS, summary)
     print(f"ratio compiled / numba: {summary['best_compiled_over_numba']}")
     print(json.dumps({key: value for key, value in summary.items() if key != "rows"}))
     return 0

@@ -33,7 +33,7 @@ EXTRAS = {
     ],
 }
 # y = x + x on two floats, ir 8, opset 13; written by onnx.helper.
-_DOUBLING = (
+DOUBLING = (
     b'\x08\x08\x12\x00:5\n\x0e\n\x01x\n\x01x\x12\x01y"\x03Add\x12\x01dZ\x0f\n\x01x\x12\n\n\x08\x08'
     b"\x01\x12\x04\n\x02\x08\x02b\x0f\n\x01y\x12\n\n\x08\x08\x01\x12\x04\n\x02\x08\x02B\x04\n\x00"
     b"\x10\r"
@@ -122,7 +122,7 @@ def _runtime() -> Iterator[Check]:
     for provider in onnxruntime.get_available_providers():
         name = f"provider {provider.removesuffix('ExecutionProvider')}"
         try:
-            session = open_unchecked(_DOUBLING, [provider])
+            session = open_unchecked(DOUBLING, [provider])
             result = session.run(None, {"x": np.array([1, 2], np.float32)})[0]
         except HamletError:
             if provider == "CUDAExecutionProvider" and has_gpu():

@@ -54,7 +54,7 @@ class Watch:
         return "\n".join([*lines, f"{'all':14} {1:7.1%} {ms:10.2f}"])
 
 
-_watch: Watch | None = None
+current_watch: Watch | None = None
 
 
 class _Region:
@@ -75,9 +75,9 @@ class _Region:
 
 def region(name: str) -> AbstractContextManager[None]:
     """`with region("loss"): ...`: book the time of the block, less that of regions inside it."""
-    if torch.compiler.is_compiling() or _watch is None:
+    if torch.compiler.is_compiling() or current_watch is None:
         return nullcontext()
-    return _Region(_watch, name)
+    return _Region(current_watch, name)
 
 
 def profiled(steps: Iterable[int], skip: int, count: int, trace: Path) -> Iterator[int | Watch]:
@@ -89,25 +89,25 @@ def profiled(steps: Iterable[int], skip: int, count: int, trace: Path) -> Iterat
     Raises:
         ValueError: the training ends before.
     """
-    global _watch
+    global current_watch
     source = iter(steps)
     watch = Watch(steps=count)
     try:
         for _ in range(skip):
             yield next(source)
-        _watch = watch
+        current_watch = watch
         watch.switch()
         began = watch.changed
         for _ in range(count):
             yield next(source)
         watch.switch()
         watch.total = watch.changed - began
-        _watch = Watch()
+        current_watch = Watch()
         with torch.profiler.profile() as profiler:  # keeps every operation in memory
             yield next(source)
         profiler.export_chrome_trace(str(trace))
     except StopIteration:
         raise ValueError("the training ends before the window") from None
     finally:
-        _watch = None
+        current_watch = None
     yield watch

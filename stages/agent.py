@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from hamlet.artifacts import HamletError, write_card, write_json
@@ -102,121 +104,6 @@ def usual_surprise(mind: Mind, town: Town, state: AgentState, ticks: int, seed: 
     return torch.cat(found).quantile(0.995).item()
 
 
-def main() -> None:
-    with stage("agent") as s:
-        town = make_town(s.params, held_out=True)
-        shape = TownShape.of(town)
-        cards, graphs = {}, {}
-        files = {
-            "perception": paths.PERCEPTION,
-            "world_model": paths.WORLD_MODEL,
-            "social": paths.SOCIAL,
-        }
-        for kind, path in files.items():
-            graphs[kind], cards[kind] = load_frozen(path, shape.pack_hash)
-        policy, parts = load_policy(paths.WINNER, shape.pack_hash)
-        decided = parts["prior"]
-        for kind, path in files.items():
-            if decided["upstream"][kind] != cards[kind]["sha256"]:
-                raise HamletError(
-                    f"the policy was trained on another {path}: its card names "
-                    f"{decided['upstream'][kind]}, the file is {cards[kind]['sha256']}",
-                    "run `dvc repro`",
-                )
-        cards |= {card["kind"]: card for card in parts.values()}
-        mind = Mind(
-            graphs["perception"],
-            graphs["world_model"],
-            graphs["social"],
-            policy,
-            decided["candidates"],
-            decided["horizon"],
-        )
-        worlds = -(-max(PARITY_BATCHES) // shape.num_agents)
-        world = town.reset(s.params.seed + 2, worlds)
-        dims = (cards["perception"]["recurrent_dim"], shape.num_others)
-        sizes = (*dims, cards["social"]["recurrent_dim"])
-        minds = blank(SURPRISED_WORLDS * shape.num_agents, *sizes)
-        ticks, seed = s.params.agent.parity_ticks, s.params.seed + 3
-        mind.surprise_limit = usual_surprise(mind, make_town(s.params), minds, ticks, seed)
-        obs = observation_from(town.observe(world), 2)
-        inputs = dict(
-            zip(
-                [*RawObservation._fields, *(STATE + name for name in AgentState._fields)],
-                [*(x[:4] for x in obs), *blank(4, *sizes)],
-                strict=True,
-            )
-        )
-        export_mind(mind, inputs, OUTPUTS, paths.AGENT)
-        with torch.no_grad():
-            produced = mind(*inputs.values())
-        write_card(
-            paths.AGENT,
-            kind="agent",
-            schema={
-                "inputs": tensor_schema(list(inputs), list(inputs.values())),
-                "outputs": tensor_schema(OUTPUTS, produced),
-            },
-            pack=shape.pack_hash,
-            upstream={kind: card["sha256"] for kind, card in cards.items()},
-            extra={
-                "town": shape.to_dict(),
-                "opset": OPSET,
-                "limits": limits(shape),
-                "runtimes": runtimes_of(paths.AGENT),
-                "surprise_limit": mind.surprise_limit,
-                "reasons": {
-                    "uncertainty": list(UNCERTAINTY_REASONS),
-                    "social": list(SOCIAL_REASONS),
-                },
-            },
-        )
-
-        agent = OnnxAgent(paths.AGENT)
-        write_repository(paths.AGENT, agent.card, paths.TRITON)
-        state = blank(worlds * shape.num_agents, *sizes)
-        theirs = {batch: agent.start(batch) for batch in PARITY_BATCHES}
-        for started in theirs.values():
-            started["state_rng"][:] = 0  # as ours
-        parity, think = {batch: Parity() for batch in PARITY_BATCHES}, thinking(mind)
-        for _ in progress(s.params.agent.parity_ticks, "agent: parity"):
-            obs = observation_from(town.observe(world), 2)
-            with torch.no_grad():
-                ours = think(*obs, *state)
-            for batch in PARITY_BATCHES:
-                fields = {name: x[:batch].numpy() for name, x in zip(obs._fields, obs, strict=True)}
-                decision = agent.act(fields, theirs[batch])
-                got = [decision.action, *decision.state.values(), *decision.thoughts.values()]
-                expected = {name: x[:batch] for name, x in zip(OUTPUTS, ours, strict=True)}
-                found = dict(zip(OUTPUTS, map(torch.from_numpy, got), strict=True))
-                split = parity[batch].add(expected, found)
-                theirs[batch] = {
-                    STATE + name: torch.where(
-                        split.view(-1, *[1] * (expected[NEXT + name].ndim - 1)),
-                        expected[NEXT + name],
-                        found[NEXT + name],
-                    ).numpy()
-                    for name in AgentState._fields
-                }
-            state = AgentState(*ours[1 : 1 + len(AgentState._fields)])
-            world = town.step_core(world, ours[0].unflatten(0, (-1, shape.num_agents)))
-        numbers = {
-            **{f"parity_batch_{batch}": found.gap for batch, found in parity.items()},
-            **{f"different_actions_batch_{batch}": p.actions for batch, p in parity.items()},
-            **{f"split_ties_batch_{batch}": found.splits for batch, found in parity.items()},
-            "onnx_bytes": paths.AGENT.stat().st_size,
-        }
-        write_json(paths.metrics("agent"), numbers)
-        s.run.metrics(numbers)
-        bad = next((found for found in parity.values() if not found.holds()), None)
-        if bad:
-            raise HamletError(
-                f"agent.onnx differs from PyTorch: {bad.splits} decisions ({bad.actions} actions) "
-                f"of {bad.rows}, '{bad.name}' by up to {bad.gap:.2g}",
-                "run `hamlet doctor`: these versions of torch and onnxruntime do not agree",
-            )
-
-
 class Parity:
     """The differences between two runs of think(), tick by tick.
 
@@ -258,6 +145,152 @@ def difference(a: Tensor, b: Tensor) -> float:
     gap = (a - b).abs() / a.abs().clamp_min(1.0)
     both_forbidden = (a < -1e30) & (b < -1e30)
     return torch.where(both_forbidden, 0.0, gap).amax().item() if a.numel() else 0.0
+
+
+def assembled(shape: TownShape) -> tuple[Mind, dict[str, Any], tuple[int, int, int]]:
+    """The frozen A, B, C and the winner's D as one mind; their cards by kind; and the sizes of a
+    blank mind.
+
+    Raises:
+        HamletError: D was trained on another A, B or C.
+    """
+    cards, graphs = {}, {}
+    files = {
+        "perception": paths.PERCEPTION,
+        "world_model": paths.WORLD_MODEL,
+        "social": paths.SOCIAL,
+    }
+    for kind, path in files.items():
+        graphs[kind], cards[kind] = load_frozen(path, shape.pack_hash)
+    policy, parts = load_policy(paths.WINNER, shape.pack_hash)
+    decided = parts["prior"]
+    for kind, path in files.items():
+        if decided["upstream"][kind] != cards[kind]["sha256"]:
+            raise HamletError(
+                f"the policy was trained on another {path}: its card names "
+                f"{decided['upstream'][kind]}, the file is {cards[kind]['sha256']}",
+                "run `dvc repro`",
+            )
+    cards |= {card["kind"]: card for card in parts.values()}
+    mind = Mind(
+        graphs["perception"],
+        graphs["world_model"],
+        graphs["social"],
+        policy,
+        decided["candidates"],
+        decided["horizon"],
+    )
+    dims = cards["perception"]["recurrent_dim"], shape.num_others, cards["social"]["recurrent_dim"]
+    return mind, cards, dims
+
+
+def export(
+    mind: Mind,
+    shape: TownShape,
+    cards: dict[str, Any],
+    obs: RawObservation,
+    sizes: tuple[int, int, int],
+) -> None:
+    """Write the mind as paths.AGENT with its card; `obs` are what some agents see."""
+    inputs = dict(
+        zip(
+            [*RawObservation._fields, *(STATE + name for name in AgentState._fields)],
+            [*(x[:4] for x in obs), *blank(4, *sizes)],
+            strict=True,
+        )
+    )
+    export_mind(mind, inputs, OUTPUTS, paths.AGENT)
+    with torch.no_grad():
+        produced = mind(*inputs.values())
+    write_card(
+        paths.AGENT,
+        kind="agent",
+        schema={
+            "inputs": tensor_schema(list(inputs), list(inputs.values())),
+            "outputs": tensor_schema(OUTPUTS, produced),
+        },
+        pack=shape.pack_hash,
+        upstream={kind: card["sha256"] for kind, card in cards.items()},
+        extra={
+            "town": shape.to_dict(),
+            "opset": OPSET,
+            "limits": limits(shape),
+            "runtimes": runtimes_of(paths.AGENT),
+            "surprise_limit": mind.surprise_limit,
+            "reasons": {
+                "uncertainty": list(UNCERTAINTY_REASONS),
+                "social": list(SOCIAL_REASONS),
+            },
+        },
+    )
+
+
+def compare(
+    agent: OnnxAgent, mind: Mind, town: Town, world: TensorDict, state: AgentState, ticks: int
+) -> dict[int, Parity]:
+    """Let PyTorch and ONNX Runtime think the same lives; their differences by batch size.
+
+    Args:
+        world: from which the lives go on; state: blank minds of all its agents.
+    """
+    theirs = {batch: agent.start(batch) for batch in PARITY_BATCHES}
+    for started in theirs.values():
+        started["state_rng"][:] = 0  # as ours
+    parity, think = {batch: Parity() for batch in PARITY_BATCHES}, thinking(mind)
+    for _ in progress(ticks, "agent: parity"):
+        obs = observation_from(town.observe(world), 2)
+        with torch.no_grad():
+            ours = think(*obs, *state)
+        for batch in PARITY_BATCHES:
+            fields = {name: x[:batch].numpy() for name, x in zip(obs._fields, obs, strict=True)}
+            decision = agent.act(fields, theirs[batch])
+            got = [decision.action, *decision.state.values(), *decision.thoughts.values()]
+            expected = {name: x[:batch] for name, x in zip(OUTPUTS, ours, strict=True)}
+            found = dict(zip(OUTPUTS, map(torch.from_numpy, got), strict=True))
+            split = parity[batch].add(expected, found)
+            theirs[batch] = {
+                STATE + name: torch.where(
+                    split.view(-1, *[1] * (expected[NEXT + name].ndim - 1)),
+                    expected[NEXT + name],
+                    found[NEXT + name],
+                ).numpy()
+                for name in AgentState._fields
+            }
+        state = AgentState(*ours[1 : 1 + len(AgentState._fields)])
+        world = town.step_core(world, ours[0].unflatten(0, (-1, town.num_agents)))
+    return parity
+
+
+def main() -> None:
+    with stage("agent") as s:
+        town = make_town(s.params, held_out=True)
+        shape = TownShape.of(town)
+        mind, cards, sizes = assembled(shape)
+        worlds = -(-max(PARITY_BATCHES) // shape.num_agents)
+        world = town.reset(s.params.seed + 2, worlds)
+        minds = blank(SURPRISED_WORLDS * shape.num_agents, *sizes)
+        ticks, seed = s.params.agent.parity_ticks, s.params.seed + 3
+        mind.surprise_limit = usual_surprise(mind, make_town(s.params), minds, ticks, seed)
+        export(mind, shape, cards, observation_from(town.observe(world), 2), sizes)
+
+        agent = OnnxAgent(paths.AGENT)
+        write_repository(paths.AGENT, agent.card, paths.TRITON)
+        parity = compare(agent, mind, town, world, blank(worlds * shape.num_agents, *sizes), ticks)
+        numbers = {
+            **{f"parity_batch_{batch}": found.gap for batch, found in parity.items()},
+            **{f"different_actions_batch_{batch}": p.actions for batch, p in parity.items()},
+            **{f"split_ties_batch_{batch}": found.splits for batch, found in parity.items()},
+            "onnx_bytes": paths.AGENT.stat().st_size,
+        }
+        write_json(paths.metrics("agent"), numbers)
+        s.run.metrics(numbers)
+        bad = next((found for found in parity.values() if not found.holds()), None)
+        if bad:
+            raise HamletError(
+                f"agent.onnx differs from PyTorch: {bad.splits} decisions ({bad.actions} actions) "
+                f"of {bad.rows}, '{bad.name}' by up to {bad.gap:.2g}",
+                "run `hamlet doctor`: these versions of torch and onnxruntime do not agree",
+            )
 
 
 if __name__ == "__main__":

@@ -171,6 +171,38 @@ def lead(agent: Tensor, player: Tensor) -> dict[str, float]:
     return {"agent_leads": more.mean().item(), "agent_leads_ci95": half}
 
 
+def scores(lives: dict[str, dict[str, Tensor]], seed: int) -> dict[str, Any]:
+    """What the players' lives say about the agent; `lives` by player, as `live` returns them."""
+    by_world = {name: played["returns"].mean(1) for name, played in lives.items()}
+    mean = {name: values.mean().item() for name, values in by_world.items()}
+    low, high = bootstrap_ratio(by_world["agent"], by_world["rest"], seed)
+    span = mean["expert"] - mean["rest"]
+    normalised = (by_world["agent"] - mean["rest"]) / span
+    margin = 1.96 * normalised.std().item() / len(normalised) ** 0.5
+    score = normalised.mean().item()
+    return {
+        "mean_return": mean["agent"],
+        "rest_return": mean["rest"],
+        "ratio_over_rest": mean["agent"] / mean["rest"],
+        "ratio_over_rest_ci95": [low, high],
+        "normalised_score": score,
+        "normalised_score_ci95": [score - margin, score + margin],
+        "retired_fraction": lives["agent"]["retired"].mean().item(),
+        "survival": lives["agent"]["ticks"].mean().item(),
+        "share_of_expert": mean["agent"] / mean["expert"],
+        "share_of_expert_ci95": bootstrap_ratio(by_world["agent"], by_world["expert"], seed),
+        "scores": {
+            name: {
+                "mean_return": mean[name],
+                **lead(by_world["agent"], by_world[name]),
+                "survival": played["ticks"].mean().item(),
+                "retired_fraction": played["retired"].mean().item(),
+            }
+            for name, played in lives.items()
+        },
+    }
+
+
 def save_gif(town: Town, frames: list[TensorDict], path: Any) -> None:
     images = [render_png(town, frame, 0).quantize(64, dither=Image.Dither.NONE) for frame in frames]
     with atomic_path(path) as temporary:
@@ -209,40 +241,12 @@ def main() -> None:
             lived = live(other, player, player.start(worlds), worlds, seed, name)
             noticed[f"novel_fraction_{name}"] = novel_share(lived)
         by_world = {name: played["returns"].mean(1) for name, played in lives.items()}
-        mean = {name: values.mean().item() for name, values in by_world.items()}
-        low, high = bootstrap_ratio(by_world["agent"], by_world["rest"], seed)
-        span = mean["expert"] - mean["rest"]
-        normalised = (by_world["agent"] - mean["rest"]) / span
-        margin = 1.96 * normalised.std().item() / len(normalised) ** 0.5
-        score = normalised.mean().item()
-        numbers = {
-            "agent_sha256": agent.card["sha256"],
-            "mean_return": mean["agent"],
-            "rest_return": mean["rest"],
-            "ratio_over_rest": mean["agent"] / mean["rest"],
-            "ratio_over_rest_ci95": [low, high],
-            "normalised_score": score,
-            "normalised_score_ci95": [score - margin, score + margin],
-            "retired_fraction": lives["agent"]["retired"].mean().item(),
-            "survival": lives["agent"]["ticks"].mean().item(),
-            **noticed,
-            "share_of_expert": mean["agent"] / mean["expert"],
-            "share_of_expert_ci95": bootstrap_ratio(by_world["agent"], by_world["expert"], seed),
-            "scores": {
-                name: {
-                    "mean_return": mean[name],
-                    **lead(by_world["agent"], by_world[name]),
-                    "survival": played["ticks"].mean().item(),
-                    "retired_fraction": played["retired"].mean().item(),
-                }
-                for name, played in lives.items()
-            },
-        }
+        numbers = {"agent_sha256": agent.card["sha256"], **scores(lives, seed), **noticed}
         write_json(paths.metrics("evaluate"), numbers)
         write_json(paths.metrics("score"), {name: numbers[name] for name in SCORE})
         s.run.metrics(
             {k: v for k, v in numbers.items() if isinstance(v, float)}
-            | {f"return_{name}": value for name, value in mean.items()}
+            | {f"return_{name}": values.mean().item() for name, values in by_world.items()}
         )
         rows = ["player,world,return"] + [
             f"{name},{i},{value:.6g}"

@@ -30,6 +30,7 @@ from hamlet.artifacts import (
     sha256_json,
     write_json,
 )
+from hamlet.export.mlflow_signature import mlflow_signature
 from hamlet.ort import check_runtime
 from hamlet.params import Params, load_params
 from hamlet.registry import Cases, compare, give_alias
@@ -328,7 +329,7 @@ def log_model(run: StageRun, candidate: Candidate) -> int:
             logged = mlflow.onnx.log_model(
                 model,
                 name=candidate.file.stem,
-                signature=_signature(model),
+                signature=mlflow_signature(model),
                 pip_requirements=needs,
                 onnx_execution_providers=["CPUExecutionProvider"],
                 save_as_external_data=False,
@@ -360,27 +361,6 @@ def _model_named(name: str) -> str:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
     return name
-
-
-def _signature(model: Any) -> Any:
-    import numpy as np
-    import onnx
-    from mlflow.models import ModelSignature
-    from mlflow.types import Schema, TensorSpec
-
-    def specs(values: Any) -> Schema:
-        return Schema(
-            [
-                TensorSpec(
-                    np.dtype(onnx.helper.tensor_dtype_to_np_dtype(v.type.tensor_type.elem_type)),
-                    [d.dim_value or -1 for d in v.type.tensor_type.shape.dim],
-                    v.name,
-                )
-                for v in values
-            ]
-        )
-
-    return ModelSignature(inputs=specs(model.graph.input), outputs=specs(model.graph.output))
 
 
 # ------------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def test_the_probes_ask_what_the_server_answers(manifest):
     from hamlet.serving.engine import Engine
     from hamlet.serving.metrics import Metrics
 
-    routes = App(Engine(Metrics(), 1, 1.0), print)._routes
+    routes = App(Engine(Metrics(), 1, 1.0), print).routes
     (only,) = manifest["spec"]["predictor"]["containers"]
     for probe, last in (("livenessProbe", "live"), ("readinessProbe", "ready")):
         path = tuple(only[probe]["httpGet"]["path"].strip("/").split("/"))

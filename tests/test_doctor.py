@@ -81,7 +81,7 @@ def test_the_extras_are_those_of_the_distribution():
 
 
 def test_the_small_model_is_a_valid_one():
-    model = onnx.load_model_from_string(doctor._DOUBLING)
+    model = onnx.load_model_from_string(doctor.DOUBLING)
     onnx.checker.check_model(model, full_check=True)
     assert [node.op_type for node in model.graph.node] == ["Add"]
 

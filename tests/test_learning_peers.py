@@ -63,18 +63,18 @@ def test_lanes_of_everyone_end_with_their_agent_and_with_their_world():
     lanes = Everyone(3, Clock())
     lanes.reset(seed=1)
     draw = np.random.default_rng(0)
-    lives, idled = lanes._state["episode"], False
+    lives, idled = lanes.world["episode"], False
     for _ in range(400):
-        alive = lanes._state["alive"].flatten()
+        alive = lanes.world["alive"].flatten()
         actions = draw.integers(lanes.town.num_actions, size=12)
         observation, reward, ended, _, _ = lanes.step(actions)
-        begun = (lanes._state["episode"] > lives).repeat_interleave(4)
-        died = alive & ~lanes._state["alive"].flatten()
+        begun = (lanes.world["episode"] > lives).repeat_interleave(4)
+        died = alive & ~lanes.world["alive"].flatten()
         assert np.array_equal(ended, begun | died)
         assert lanes.observation_space.contains(observation)
         assert (reward[~alive.numpy()] == 0).all()
         idled |= bool((begun & ~alive).any())
-        lives = lanes._state["episode"]
+        lives = lanes.world["episode"]
     assert (lives > 0).all()
     assert idled  # some agent died before its world was over, so both kinds of end were seen
 
@@ -133,7 +133,7 @@ def test_everyone_lives_in_the_town_that_is_given_and_is_paid_in_units_of_one():
     seen, _ = lanes.reset(seed=3)
     assert lanes.num_envs == 2 * town.num_agents
     assert lanes.observation_space.contains(seen)
-    state = lanes._state
+    state = lanes.world
     actions = np.zeros(lanes.num_envs, dtype=np.int64)
     _, reward, _, _, _ = lanes.step(actions)
     earned = town.step_core(state, torch.zeros(2, town.num_agents, dtype=torch.int64))["reward"]

@@ -74,10 +74,10 @@ def test_nothing_is_watched_before_or_after(tmp_path):
     before = dict(watch.seconds)
     clock.work("loss", 0.01)
     assert watch.seconds == before
-    assert profiling._watch is None
+    assert profiling.current_watch is None
     with pytest.raises(ValueError, match="ends before"):
         watched(3, tmp_path, lambda step: None)
-    assert profiling._watch is None
+    assert profiling.current_watch is None
 
 
 def test_regions_do_not_break_a_graph():

@@ -220,16 +220,7 @@ def _fill(
         node("Cast", ["slice/any"], ["slice/anyone"], to=TensorProto.BOOL),
         node("If", ["slice/anyone"], answers, then_branch=then, else_branch=otherwise),
     ]
-    later = set(answers)  # everything that depends on the answers comes after them
-    before, after = [], []
-    for one in graph.node:
-        if one.op_type == "Identity" and one.output[0] in same:
-            continue
-        if later.intersection(one.input):
-            later.update(one.output)
-            after.append(one)
-        else:
-            before.append(one)
+    before, after = _split_by(answers, [n for n in graph.node if n.output[0] not in same])
     nodes = [*before, *anyone, *after]
     inputs = [v for v in graph.input if v.name not in answers]
     outputs = [v for v in graph.output if v.name not in questions]
@@ -237,3 +228,16 @@ def _fill(
         kept = [type(v).FromString(v.SerializeToString()) for v in values]
         graph.ClearField(field)
         getattr(graph, field).extend(kept)
+
+
+def _split_by(answers: list[str], nodes: list[onnx.NodeProto]) -> tuple[list[Any], list[Any]]:
+    """The nodes that can run before the answers are there, and those that depend on them."""
+    later = set(answers)
+    before, after = [], []
+    for one in nodes:
+        if later.intersection(one.input):
+            later.update(one.output)
+            after.append(one)
+        else:
+            before.append(one)
+    return before, after

@@ -95,21 +95,21 @@ class Policy(nn.Module):
         self.register_buffer("posted", posted)
         self.register_buffer("posted_at", posted_at)
 
-    def _base(self, f: Features) -> Tensor:
+    def own_facts(self, f: Features) -> Tensor:
         return torch.cat([f.mean, f.log_std, f.known_state, f.rivals], -1)
 
     # Facts of the places lie with the places innermost: compiled code is as wide as that dimension.
 
-    def _cells(self, f: Features) -> Tensor:
+    def cell_offsets(self, f: Features) -> Tensor:
         """float32 [., 2, F] believed offsets in cells."""
         offsets = f.mean[..., : self.places].unflatten(-1, (-1, 2)).transpose(-1, -2)
         return offsets * offsets.new_tensor([[self.shape.width], [self.shape.height]])
 
-    def _spread(self, f: Features) -> Tensor:
+    def offset_spread(self, f: Features) -> Tensor:
         """float32 [., 2, F] how unsure those are."""
         return f.log_std.unflatten(-1, (-1, 2)).transpose(-1, -2)
 
-    def _hours(self, f: Features) -> Tensor:
+    def posted_hours(self, f: Features) -> Tensor:
         """float32 [., 3, F] of the timetable now."""
         tick = (f.known_state[..., self.age] * self.shape.lifespan).round().long()
         return self.posted[self.posted_at[tick.clamp(0, self.shape.lifespan)]]
@@ -124,8 +124,8 @@ class Policy(nn.Module):
         waited for, whether it is the goal pursued until now, whether the last step led to it, the
         timetable, and what going there would be worth, or, where it is not known, looking for
         it."""
-        x, y = self._cells(f).unbind(-2)
-        spread_x, spread_y = self._spread(f).unbind(-2)
+        x, y = self.cell_offsets(f).unbind(-2)
+        spread_x, spread_y = self.offset_spread(f).unbind(-2)
         step_x, step_y = F.embedding(f.moved, self.steps).split(1, -1)
         steps = x.abs() + y.abs()
         nearer = ((x + step_x).abs() + (y + step_y).abs() - steps).clamp(0.0, 1.0)
@@ -135,7 +135,7 @@ class Policy(nn.Module):
         search = (look * look.new_tensor([self.shape.width, self.shape.height])).abs().sum(-1, True)
         walk = steps * (1 - doubt) + (search + self.prospects.search) * doubt
         count = self.shape.num_affordances
-        pursued, hours = self._pursued(f)[..., :count], self._hours(f)
+        pursued, hours = self._pursued(f)[..., :count], self.posted_hours(f)
         progress = 10 * f.known_state[..., self.progress, None] * there * (1 - doubt)
         meters = f.known_state[..., :METERS]
         wait = self.prospects.wait(f.ahead) * (1 - doubt)
@@ -164,7 +164,7 @@ class Policy(nn.Module):
     def learned_logits(self, f: Features) -> Tensor:
         """float32 [., G] the goals as imitation and PPO taught them."""
         elsewhere = self._pursued(f)[..., self.shape.num_affordances :]
-        base = torch.cat([self._base(f), elsewhere], -1)
+        base = torch.cat([self.own_facts(f), elsewhere], -1)
         return soft_cap(self.goal_prior(base, self.place_facts(f)))
 
     def goal_logits(
@@ -195,11 +195,11 @@ class Policy(nn.Module):
         look = f.mean[..., self.places : self.places + LOOK - 1]
         look = look * look.new_tensor([self.shape.width, self.shape.height])
         explores = (goal == self.exploring).unsqueeze(-1)
-        offset = torch.where(explores, look, of_place(self._cells(f)))
-        spread, hours = of_place(self._spread(f)), of_place(self._hours(f))
+        offset = torch.where(explores, look, of_place(self.cell_offsets(f)))
+        spread, hours = of_place(self.offset_spread(f)), of_place(self.posted_hours(f))
         there = is_place.squeeze(-1) * (-4 * offset.square().sum(-1)).exp()
         target = torch.cat([offset.clamp(-4, 4) / 4, spread, there.unsqueeze(-1), hours], -1)
-        return soft_cap(self.controller(torch.cat([self._base(f), chosen, target], -1)))
+        return soft_cap(self.controller(torch.cat([self.own_facts(f), chosen, target], -1)))
 
     def goal_ended(self, known_state: Tensor, goal: Tensor, age: Tensor) -> Tensor:
         """bool [.]: there is none yet (age 0), its target is reached, it is too old, or there is an

@@ -80,7 +80,7 @@ class App:
         name = engine.name
         self.infer_path = f"/v2/models/{quote(name)}/infer".encode()
         model = ("v2", "models", name)
-        self._routes: dict[tuple[str, ...], dict[str, Route]] = {
+        self.routes: dict[tuple[str, ...], dict[str, Route]] = {
             (*model, "infer"): {"POST": self._infer},
             (*model, "versions", "*", "infer"): {"POST": self._infer},
             ("v2", "sessions", "*"): {
@@ -120,12 +120,12 @@ class App:
     async def _reply(self, scope: Scope, receive: Receive) -> Reply:
         path = scope["path"]
         parts = tuple(unquote(part) for part in scope["raw_path"].decode().strip("/").split("/"))
-        route = next((route for route in self._routes if _fits(route, parts)), None)
+        route = next((route for route in self.routes if _fits(route, parts)), None)
         if parts[:2] != ("v2", "health"):
             authorize(scope["headers"], self.token)
         if route is None and path != "*":
             raise HTTPError(404, self._nothing_at(path, parts))
-        methods, method = self._routes[route] if route else {}, scope["method"]
+        methods, method = self.routes[route] if route else {}, scope["method"]
         if method == "HEAD" and "GET" in methods:
             method = "GET"
         if method == "OPTIONS" and method not in methods:

@@ -102,7 +102,7 @@ class Parser:
     the same."""
 
     def __init__(self) -> None:
-        self._known: dict[bytes, tuple[InferRequest, str, list[slice]]] = {}
+        self.known: dict[bytes, tuple[InferRequest, str, list[slice]]] = {}
 
     def parse(
         self, body: bytes, header_length: bytes | None, models: Callable[[InferRequest], Model]
@@ -119,7 +119,7 @@ class Parser:
         head = None
         if header_length is not None and header_length.isdigit():
             head = body[: int(header_length)]
-            known = self._known.get(head)
+            known = self.known.get(head)
             if known is not None:
                 request, version, cuts = known
                 model = models(request)
@@ -133,9 +133,9 @@ class Parser:
         lasting = request.sequence is not None and not request.start and not request.end
         usual = lasting and request.id is None and len(binary) == model.record_bytes
         if head and usual and len(head) <= MAX_KNOWN_BYTES:
-            if len(self._known) >= MAX_KNOWN:
-                self._known.clear()
-            self._known[head] = request, model.version, _cuts(model, header["inputs"])
+            if len(self.known) >= MAX_KNOWN:
+                self.known.clear()
+            self.known[head] = request, model.version, _cuts(model, header["inputs"])
         return request, model
 
 

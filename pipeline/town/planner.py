@@ -54,7 +54,7 @@ class Planner:
 
         All worlds plan together, when the first one's age is a multiple of the period.
         """
-        option = self._going_on(state, memory["option"])
+        option = self.going_on(state, memory["option"])
         tick = int(state["tick"][0])
         if tick % self.period == 0:
             n = self.town.num_agents
@@ -74,7 +74,7 @@ class Planner:
         total = torch.zeros(len(world), device=self.town.device)
         for tick in range(self.horizon):
             if tick:
-                trial = self._going_on(copies, trial)
+                trial = self.going_on(copies, trial)
             copies = self.town.step_core(copies, self._follow(copies, trial)[0])
             total += copies["reward"].sum(1)
         score = total.view(b, options)
@@ -84,7 +84,7 @@ class Planner:
         return option
 
     @staticmethod
-    def _going_on(state: TensorDict, option: Tensor) -> Tensor:
+    def going_on(state: TensorDict, option: Tensor) -> Tensor:
         """The options not yet done: under way, or in use and not complete."""
         tried = (state["place"] == option) & (state["last_action"] == INTERACT)
         in_use = (state["used"] == option) & (state["last_affordance"] == option)

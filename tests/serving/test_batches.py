@@ -94,10 +94,10 @@ def test_the_short_way_packs_the_same(engine, seen):
     model = engine.current
     for observation in seen[::40]:
         inputs = inputs_of(observation)
-        record = tensors._plain(model, inputs)
+        record = tensors.plain_record(model, inputs)
         assert record is not None
-        assert record == tensors._record(model, inputs, memoryview(b""))
-        assert record == tensors._plain(model, inputs[::-1])
+        assert record == tensors.checked_record(model, inputs, memoryview(b""))
+        assert record == tensors.plain_record(model, inputs[::-1])
 
 
 @pytest.mark.parametrize(
@@ -123,4 +123,4 @@ def test_the_short_way_packs_the_same(engine, seen):
 def test_the_short_way_leaves_the_unusual_to_the_long_one(engine, seen, change):
     inputs = inputs_of(seen[0])
     change(inputs)
-    assert tensors._plain(engine.current, inputs) is None
+    assert tensors.plain_record(engine.current, inputs) is None

@@ -59,7 +59,7 @@ def test_a_long_header_is_not_remembered(engine, seen):
         parser = Parser()
         request, _ = parser.parse(body, length, lambda request: engine.current)
         assert len(request.record) == engine.current.record_bytes
-        return len(parser._known)
+        return len(parser.known)
 
     assert remembered() == 1
     assert remembered(comment="x" * MAX_KNOWN_BYTES) == 0

@@ -69,7 +69,7 @@ def test_what_ended_keeps_its_last_observation_and_mask():
     actions = np.array([WAIT, REST] * 4)
     died_once = retired_once = False
     for _ in range(90):
-        before = env._state
+        before = env.world
         _, _, died, retired, info = env.step(actions)
         ended = died | retired
         assert (died & retired).sum() == 0
@@ -140,7 +140,7 @@ def test_a_wrong_action_changes_nothing(wrong):
     with pytest.raises(HamletError) as caught:
         env.step(wrong)
     assert "pass" in one_line(caught)
-    assert int(env._worlds._state["tick"][0]) == 0
+    assert int(env.worlds.world["tick"][0]) == 0
 
 
 def test_minus_one_is_named_with_the_actions_there_are():
@@ -259,7 +259,7 @@ def test_actions_are_wanted_of_those_who_play_and_nobody_else():
         with pytest.raises(HamletError) as caught:
             env.step(wrong)
         assert part in one_line(caught)
-    assert int(env._state["tick"][0]) == 0
+    assert int(env.world["tick"][0]) == 0
     while len(env.agents) == 4:
         env.step(dict.fromkeys(env.agents, WAIT))
     gone = next(a for a in env.possible_agents if a not in env.agents)
@@ -276,7 +276,7 @@ def test_the_state_is_the_whole_truth():
     assert env.state_space.contains(before)
     env.step(dict.fromkeys(env.agents, WAIT))
     assert not np.array_equal(before, env.state())
-    town, state = env.town, env._state
+    town, state = env.town, env.world
     k, n, f = town.num_meters, town.num_agents, town.num_affordances
     parts = np.split(env.state(), np.cumsum([n * k, 2 * n, n, n, 2 * f]))
     meters, spots, progress, alive, places, clock = parts

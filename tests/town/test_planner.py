@@ -27,17 +27,17 @@ def test_an_option_ends_when_it_is_done_or_fails():
     town = lone_town(48)
     state = town.reset(1, 4)
     option = torch.full((4, 1), 3)
-    going = Planner._going_on(state, option)
+    going = Planner.going_on(state, option)
     assert torch.equal(going, option)  # not tried yet
     cell = town.affordance_cells[state["layout"], 3]
     there = torch.stack([cell % town.width, cell // town.width], -1)[:, None]
     state = town.rearrange(state, position=there, hour=torch.full((4,), 10))
     used = 0
-    while (going := Planner._going_on(state, option))[0, 0] >= 0:
+    while (going := Planner.going_on(state, option))[0, 0] >= 0:
         state = town.step_core(state, torch.full((4, 1), 4))
         used += 1
     assert used == town.pack.affordances[3].duration
     broke = town.rearrange(state, meters=state["meters"] * 0)
     broke = town.step_core(broke, torch.full((4, 1), 4))
-    assert (Planner._going_on(broke, option) == -1).all()
+    assert (Planner.going_on(broke, option) == -1).all()
     assert going[0, 0] == -1

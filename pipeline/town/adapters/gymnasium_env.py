@@ -61,7 +61,7 @@ class TownVectorEnv(VectorEnv):
         self.single_action_space = gymnasium.spaces.Discrete(self.town.num_actions)
         self.observation_space = batch_space(box, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
-        self._state: Any = None
+        self.world: Any = None
 
     def reset(
         self,
@@ -71,8 +71,8 @@ class TownVectorEnv(VectorEnv):
     ) -> tuple[np.ndarray, dict[str, Any]]:
         tell_options(options)
         seeds = self._seeds(seed)
-        self._state = self.town.reset(torch.tensor(seeds), self.num_envs)
-        self._memory = self.players.reset(self._state)
+        self.world = self.town.reset(torch.tensor(seeds), self.num_envs)
+        self._memory = self.players.reset(self.world)
         return self._observe(), self._info(np.ones(self.num_envs, dtype=bool))
 
     def _seeds(self, seed: int | Sequence[int | None] | None) -> list[int]:
@@ -96,16 +96,16 @@ class TownVectorEnv(VectorEnv):
     def step(
         self, actions: Any
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        if self._state is None:
+        if self.world is None:
             raise ResetNeeded("the town has no state yet: call reset() before step()")
         chosen = checked_actions(actions, (self.num_envs,), self.town.action_names)
-        everyone, _, self._memory = self.players.act(self._state, self._memory)
+        everyone, _, self._memory = self.players.act(self.world, self._memory)
         everyone = everyone.clone()
         everyone[:, 0] = chosen
-        self._state = self.town.step_core(self._state, everyone)
-        rewards = self._state["reward"][:, 0].double().numpy().copy()
-        died = self._state["died"][:, 0].numpy().copy()
-        retired = self._state["retired"][:, 0].numpy().copy()
+        self.world = self.town.step_core(self.world, everyone)
+        rewards = self.world["reward"][:, 0].double().numpy().copy()
+        died = self.world["died"][:, 0].numpy().copy()
+        retired = self.world["retired"][:, 0].numpy().copy()
         ended = died | retired
         infos: dict[str, Any] = {}
         if ended.any():
@@ -115,7 +115,7 @@ class TownVectorEnv(VectorEnv):
                 final[index] = last[index]
             infos = {"final_obs": final, "_final_obs": ended}
             infos |= {"final_info": self._info(ended), "_final_info": ended}
-            self._state = self.town.renew(self._state, torch.from_numpy(ended))
+            self.world = self.town.renew(self.world, torch.from_numpy(ended))
         return (
             self._observe(), rewards, died, retired,
             infos | self._info(np.ones(self.num_envs, dtype=bool)),
@@ -124,16 +124,14 @@ class TownVectorEnv(VectorEnv):
     def render(self) -> tuple[np.ndarray, ...] | None:
         if self.render_mode is None:
             return None
-        return tuple(
-            np.asarray(render_png(self.town, self._state, w)) for w in range(self.num_envs)
-        )
+        return tuple(np.asarray(render_png(self.town, self.world, w)) for w in range(self.num_envs))
 
     def _observe(self) -> np.ndarray:
-        return flat_observation(self.town, self.town.observe(self._state))[:, 0].numpy()
+        return flat_observation(self.town, self.town.observe(self.world))[:, 0].numpy()
 
     def _info(self, of: np.ndarray) -> dict[str, Any]:
         """What is legal, for the environments of the mask `of`; zeros for the others."""
-        mask = self.town.action_mask(self._state)[:, 0].numpy() & of[:, None]
+        mask = self.town.action_mask(self.world)[:, 0].numpy() & of[:, None]
         return {"action_mask": mask.astype(np.int8), "_action_mask": of}
 
 
@@ -152,10 +150,10 @@ class TownEnv(gymnasium.Env):
         layout_seed: int = 0,
         render_mode: str | None = None,
     ):
-        self._worlds = TownVectorEnv(1, pack, names, layout_seed, render_mode)
+        self.worlds = TownVectorEnv(1, pack, names, layout_seed, render_mode)
         self.render_mode = render_mode
-        self.observation_space = self._worlds.single_observation_space
-        self.action_space = self._worlds.single_action_space
+        self.observation_space = self.worlds.single_observation_space
+        self.action_space = self.worlds.single_action_space
         self._mask: np.ndarray | None = None
 
     def reset(
@@ -164,7 +162,7 @@ class TownEnv(gymnasium.Env):
         tell_options(options)
         super().reset(seed=None if seed is None else checked_seed(seed))
         number = int(self.np_random.integers(2**31)) if seed is None else seed
-        observation, info = self._worlds.reset(seed=number)
+        observation, info = self.worlds.reset(seed=number)
         self._mask = info["action_mask"][0]
         return observation[0], {"action_mask": self._mask}
 
@@ -172,7 +170,7 @@ class TownEnv(gymnasium.Env):
         if self._mask is None:
             raise ResetNeeded("this life has ended or none has begun: call reset() before step()")
         actions = np.asarray(action)[None]
-        observation, reward, died, retired, info = self._worlds.step(actions)
+        observation, reward, died, retired, info = self.worlds.step(actions)
         if died[0] or retired[0]:
             observation, info, self._mask = info["final_obs"], info["final_info"], None
         else:
@@ -187,5 +185,5 @@ class TownEnv(gymnasium.Env):
         return self._mask.astype(bool)
 
     def render(self) -> np.ndarray | None:
-        frames = self._worlds.render()
+        frames = self.worlds.render()
         return None if frames is None else frames[0]

@@ -69,7 +69,7 @@ class TownParallelEnv(ParallelEnv):
         self.agents: list[str] = []
         self._number = {agent: i for i, agent in enumerate(self.possible_agents)}
         self._episodes = np.random.default_rng()
-        self._state: Any = None
+        self.world: Any = None
         box = gymnasium.spaces.Box(-np.inf, np.inf, (flat_size(self.town),), np.float32)
         mask = gymnasium.spaces.Box(0, 1, (self.town.num_actions,), np.int8)
         space = gymnasium.spaces.Dict({self._key: box, "action_mask": mask}) if self._key else box
@@ -94,12 +94,12 @@ class TownParallelEnv(ParallelEnv):
         tell_options(options)
         if seed is not None:
             self._episodes = np.random.default_rng(checked_seed(seed))
-        self._state = self.town.reset(int(self._episodes.integers(2**31)), 1)
+        self.world = self.town.reset(int(self._episodes.integers(2**31)), 1)
         self.agents = list(self.possible_agents)
         return self._observe(self.agents)
 
     def step(self, actions: dict[str, Any]) -> tuple[dict, dict, dict, dict, dict]:
-        if self._state is None:
+        if self.world is None:
             raise ResetNeeded("the town has no state yet: call reset() before step()")
         if not self.agents and not actions:
             return {}, {}, {}, {}, {}
@@ -107,8 +107,8 @@ class TownParallelEnv(ParallelEnv):
         for agent, action in self._checked(actions).items():
             row[self._number[agent]] = action
         chosen = checked_actions([row], (1, len(row)), self.town.action_names)
-        self._state = self.town.step_core(self._state, chosen)
-        acted, over = list(self.agents), bool(self._state["over"][0])
+        self.world = self.town.step_core(self.world, chosen)
+        acted, over = list(self.agents), bool(self.world["over"][0])
         rewards = self._read("reward", acted)
         terminated, truncated = self._read("died", acted), self._read("retired", acted)
         if self._stay:
@@ -122,12 +122,12 @@ class TownParallelEnv(ParallelEnv):
 
     def state(self) -> np.ndarray:
         """The true state of the world, f32 [S], see `flat.true_state`: for centralised critics."""
-        if self._state is None:
+        if self.world is None:
             raise ResetNeeded("the town has no state yet: call reset() before state()")
-        return true_state(self.town, self._state)[0].numpy()
+        return true_state(self.town, self.world)[0].numpy()
 
     def render(self) -> np.ndarray | None:
-        return np.asarray(render_png(self.town, self._state, 0)) if self.render_mode else None
+        return np.asarray(render_png(self.town, self.world, 0)) if self.render_mode else None
 
     def close(self) -> None:
         """Nothing to release."""
@@ -147,15 +147,15 @@ class TownParallelEnv(ParallelEnv):
         return actions
 
     def _read(self, name: str, agents: list[str]) -> dict[str, Any]:
-        values = self._state[name][0].tolist()
+        values = self.world[name][0].tolist()
         return {agent: values[self._number[agent]] for agent in agents}
 
     def _observe(self, agents: list[str]) -> tuple[dict[str, Any], dict[str, dict]]:
         """Observations and infos of these agents."""
-        flat = flat_observation(self.town, self.town.observe(self._state))[0]
-        mask = self.town.action_mask(self._state)[0].numpy().astype(np.int8)
+        flat = flat_observation(self.town, self.town.observe(self.world))[0]
+        mask = self.town.action_mask(self.world)[0].numpy().astype(np.int8)
         if self._stay:
-            flat = flat * self._state["alive"][0][:, None]
+            flat = flat * self.world["alive"][0][:, None]
         rows = {agent: self._number[agent] for agent in agents}
         if self._key is None:
             infos = {agent: {"action_mask": mask[i]} for agent, i in rows.items()}

@@ -36,7 +36,7 @@ LONG_FUNCTIONS: dict[str, str] = {
     "benchmarks/town_numba.py::_advance": "one compiled loop over worlds is what is compared with",
     "pipeline/serving/openapi.py::document": "a description, line by line, without a branch",
     "pipeline/serving/server.py::serve": "what begins and ends, in its order, around one state",
-    "tests/learning/test_label_weights.py::test_the_world_models_loss_by_hand": (
+    "tests/learning/test_windows.py::test_the_world_models_loss_by_hand": (
         "the whole loss is written out once more, term by term"
     ),
     "tests/town/oracle.py::tick_world": "the rules of a tick as they are read, one after another",

@@ -147,8 +147,8 @@ class StateFile:
 
     def __init__(self, engine: Engine, path: Path, log: Callable[..., None]) -> None:
         self.engine, self.path, self.log = engine, path, log
-        self._live: dict[str, int] = {}  # bytes of each session's last frame
-        self._agents: dict[str, int] = {}  # and of each agent's
+        self.session_bytes: dict[str, int] = {}  # bytes of each session's last frame
+        self.agent_bytes: dict[str, int] = {}  # and of each agent's
         self._size = 0
         self._complaint = ""
         lock = path.with_name(f".{path.name}.lock")
@@ -183,7 +183,7 @@ class StateFile:
             self._size += found.size
             if found.kind == AGENT:
                 agents[found.head["sha"]] = found
-                self._agents[found.head["sha"]] = found.size
+                self.agent_bytes[found.head["sha"]] = found.size
             elif found.kind == STATE:
                 last.pop(found.head["id"], None)  # the order is that of their last use
                 last[found.head["id"]] = found
@@ -216,7 +216,7 @@ class StateFile:
             ) from None
         session = self.engine.sessions[id_]
         session.saved = session.ticks
-        self._live[id_] = found.size
+        self.session_bytes[id_] = found.size
 
     def _model(self, found: Frame) -> Model:
         version = found.head["version"]
@@ -230,16 +230,16 @@ class StateFile:
 
     def changes(self) -> list[bytes]:
         """Frames of what happened since the last time, the whole file if that is worth it."""
-        live = sum(self._live.values()) + sum(self._agents.values())
+        live = sum(self.session_bytes.values()) + sum(self.agent_bytes.values())
         whole = not self._size or self._size > 2 * live + SPARE
         sessions = [s for s in self.engine.sessions.values() if s.ticks]
         made = []
         if whole:
-            self._live, self._agents, self._size = {}, {}, 0
+            self.session_bytes, self.agent_bytes, self._size = {}, {}, 0
         else:
-            gone = self._live.keys() - self.engine.sessions.keys()
+            gone = self.session_bytes.keys() - self.engine.sessions.keys()
             for id_ in gone:
-                del self._live[id_]
+                del self.session_bytes[id_]
             made += [frame(END, {"id": id_}) for id_ in gone]
             sessions = [s for s in sessions if s.ticks != s.saved]
         for model in self.engine.models.values():
@@ -247,13 +247,13 @@ class StateFile:
             if not own:
                 continue
             agent = model.agent
-            if agent.sha not in self._agents:
+            if agent.sha not in self.agent_bytes:
                 head = {"sha": agent.sha, "version": model.version, "card": agent.card}
                 made.append(frame(AGENT, head, agent.source))
-                self._agents[agent.sha] = len(made[-1])
+                self.agent_bytes[agent.sha] = len(made[-1])
             for session, data in zip(own, session_frames(own), strict=True):
                 made.append(data)
-                self._live[session.id] = len(data)
+                self.session_bytes[session.id] = len(data)
                 session.saved = session.ticks
         return [MAGIC, *made] if whole else made
 

@@ -144,10 +144,10 @@ def test_the_file_is_bounded(policy, tmp_path, monkeypatch):
         store.write(made)
         most = max(most, sum(map(len, made)))
         sizes.append(file.stat().st_size)
-    live = sum(store._live.values()) + sum(store._agents.values())
+    live = sum(store.session_bytes.values()) + sum(store.agent_bytes.values())
     assert max(sizes) <= 2 * live + saved.SPARE + most
     assert sum(b < a for a, b in pairwise(sizes)) > 3  # it was written anew
-    assert set(store._live) == set(engine.sessions)
+    assert set(store.session_bytes) == set(engine.sessions)
     engine.shutdown()
 
 

@@ -118,22 +118,26 @@ def load(
         selector.unregister(connection.socket)
         connection.socket.close()
 
+    def broken(connection: Connection) -> None:
+        nonlocal closed
+        if connection.socket.fileno() >= 0:  # it may wait to send and be found closed as well
+            closed += 1
+            end(connection)
+
     while now < until and (ready or selector.get_map()):
         while ready and (rate is None or sent < rate * (now - began)):
             connection = ready.popleft()
             try:
                 connection.send()
             except OSError:
-                closed += 1
-                end(connection)
+                broken(connection)
             sent += 1
         for key, _ in selector.select(0.001 if ready else 1.0):
             connection = key.data
             try:
                 response = connection.receive()
             except OSError:
-                closed += 1
-                end(connection)
+                broken(connection)
                 continue
             if response is None:
                 continue
@@ -150,8 +154,7 @@ def load(
                 try:
                     connection.send()
                 except OSError:
-                    closed += 1
-                    end(connection)
+                    broken(connection)
                 sent += 1
             else:
                 ready.append(connection)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from hamlet.artifacts import atomic_path, write_card, write_json
 from hamlet.export.onnx import export_onnx
 from hamlet.learning.train_prover import TrainConfig, build_prover, train_prover
 from hamlet.proofs import build_world, open_graph, save_prover
+from hamlet.proofs.policy import Prover
 from hamlet.proofs.saved import example_inputs
 from stages import paths
 from stages.common import stage
@@ -41,26 +45,34 @@ def main() -> None:
         if not s.first:
             return
         save_prover(paths.PROVER, prover, world, params.rounds)
-        inputs = example_inputs(world)
-        outputs = ("logits", "value", "score")
-        with atomic_path(paths.PROVER_ONNX) as temporary:
-            model = export_onnx(prover.eval(), inputs, outputs)
-            temporary.write_bytes(model.SerializeToString(deterministic=True))
-        write_card(
-            paths.PROVER_ONNX,
-            kind="prover scorer",
-            schema={
-                "inputs": [
-                    {"name": n, "dtype": str(x.dtype)[6:], "shape": ["batch", *x.shape[1:]]}
-                    for n, x in inputs.items()
-                ],
-                "outputs": [{"name": n, "dtype": "float32", "shape": ["batch"]} for n in outputs],
-            },
-        )
+        export(prover.eval(), example_inputs(world))
         log.write(paths.curve("prove"))
         numbers = {k: v for k, v in numbers.items() if k != "training_seconds"}
         write_json(paths.metrics("prove"), numbers)
         s.run.metrics(numbers)
+
+
+def export(prover: Prover, inputs: dict[str, Tensor]) -> None:
+    """Write the scorer and its card: what it answers with is the score."""
+    with torch.no_grad():
+        outputs = prover(*inputs.values())._asdict()
+    with atomic_path(paths.PROVER_ONNX) as temporary:
+        model = export_onnx(prover, inputs, tuple(outputs))
+        temporary.write_bytes(model.SerializeToString(deterministic=True))
+    write_card(
+        paths.PROVER_ONNX,
+        kind="prover scorer",
+        schema={"inputs": described(inputs), "outputs": described(outputs)},
+        extra={"policy": {"states": {}, "action": "score"}},
+    )
+
+
+def described(tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
+    """Name, dtype and shape of each, as a card says them."""
+    return [
+        {"name": name, "dtype": str(x.dtype)[6:], "shape": ["batch", *x.shape[1:]]}
+        for name, x in tensors.items()
+    ]
 
 
 if __name__ == "__main__":

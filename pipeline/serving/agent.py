@@ -15,11 +15,12 @@ import numpy as np
 
 from hamlet.artifacts import HamletError, card_path, check_card
 from hamlet.ort import open_session, open_unchecked
-from hamlet.serving.signature import NEXT, STATE, Field, card_of, signature_of
+from hamlet.serving.signature import NEXT, STATE, TYPES, Field, card_of, signature_of
 from hamlet.serving.words import action_in_words, thoughts_in_words
 
 __all__ = ["NEXT", "STATE", "Arrays", "Decision", "OnnxAgent"]
 Arrays = dict[str, np.ndarray]
+CARD_FIX = "run `dvc repro`, or `hamlet card FILE` for a policy made elsewhere"
 
 
 class Decision(NamedTuple):
@@ -109,8 +110,9 @@ class OnnxAgent:
             if names != list(said):
                 raise HamletError(
                     f"{name} has {what} {', '.join(names)}; its card says {', '.join(said)}",
-                    "run `dvc repro agent`, or `hamlet card FILE` for a policy made elsewhere",
+                    CARD_FIX,
                 )
+        _same_tensors(session, card, name)
         self.signature = signature_of(card, name)
 
     def start(self, batch: int, seed: int = 0) -> Arrays:
@@ -172,6 +174,23 @@ class OnnxAgent:
             return said
         goal = int(decision.state["state_goal"][row])
         return said | thoughts_in_words(self.card, goal, decision.thoughts, row)
+
+
+def _same_tensors(session: Any, card: Mapping[str, Any], name: str) -> None:
+    """HamletError where a card says another type or shape than the graph has."""
+    said = [*card["schema"]["inputs"], *card["schema"]["outputs"]]
+    for entry, have in zip(said, [*session.get_inputs(), *session.get_outputs()], strict=True):
+        dtype, shape = TYPES.get(have.type), list(have.shape)
+        fits = len(shape) == len(entry["shape"]) or not shape
+        fits = fits and all(
+            not isinstance(a, int) or a == b for a, b in zip(shape, entry["shape"], strict=False)
+        )
+        if dtype != entry["dtype"] or not fits:
+            raise HamletError(
+                f"{name}: '{have.name}' is {dtype} {shape}; its card says {entry['dtype']} "
+                f"{entry['shape']}",
+                CARD_FIX,
+            )
 
 
 def _checked(field: Field, value: Any) -> np.ndarray:

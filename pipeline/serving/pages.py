@@ -44,7 +44,7 @@ def front_page(model: Model, sessions: int) -> str:
     return _page(
         model.name,
         f"<h1>{escape(model.name)}</h1><p>Version {escape(model.version)}, {sessions} sessions "
-        f"open. Its action is <code>{escape(model.action)}</code>.</p>"
+        f"open. It answers with <code>{escape(model.action)}</code>.</p>"
         f"<h2>Takes</h2><table>{rows(signature.observation, signature.inputs)}</table>"
         f"<h2>Gives</h2><table>{rows(outputs_of(model, True), signature.outputs)}</table>"
         f"<h2>Remembers</h2><table>{states or '<tr><td>nothing'}</table>"

@@ -26,7 +26,8 @@ DATATYPES = {
     "int8": "INT8", "int16": "INT16", "int32": "INT32", "int64": "INT64",
     "float16": "FP16", "float32": "FP32", "float64": "FP64",
 }  # fmt: skip
-_ORT = {f"tensor({name})": name for name in DATATYPES} | {
+# And of ONNX Runtime's names.
+TYPES = {f"tensor({name})": name for name in DATATYPES} | {
     "tensor(float)": "float32", "tensor(double)": "float64",
 }  # fmt: skip
 # Names of a state's input, and what its output is then called.
@@ -266,9 +267,9 @@ def card_of(
 
 
 def _dtype(value: Any, name: str) -> str:
-    if value.type not in _ORT:
+    if value.type not in TYPES:
         raise HamletError(f"{name}: '{value.name}' is {value.type}, which is not served")
-    return _ORT[value.type]
+    return TYPES[value.type]
 
 
 def _input_schema(session: Any, name: str) -> tuple[list[dict[str, Any]], bool]:

@@ -141,6 +141,29 @@ def expected(policy, rows) -> list[int]:
     return life(policy, rows)
 
 
+@pytest.fixture(scope="session")
+def prover(tmp_path_factory) -> tuple[Path, dict[str, np.ndarray]]:
+    """An untrained scorer as the stage writes it, and 24 rows of what it is asked."""
+    import torch
+
+    from hamlet.learning.train_prover import build_prover
+    from hamlet.proofs import build_world
+    from hamlet.proofs.kinship import kinship_graph
+    from hamlet.proofs.saved import example_inputs
+    from stages import paths, prove
+
+    world = build_world(kinship_graph(3, 3), rounds=4)
+    torch.manual_seed(5)
+    made = build_prover(world).eval()
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    file = tmp_path_factory.mktemp("prover") / "prover.onnx"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paths, "PROVER_ONNX", file)
+        prove.export(made, example_inputs(world))
+    return file, {name: x.numpy() for name, x in example_inputs(world, 24).items()}
+
+
 @pytest.fixture
 def engine(agent):
     """An engine of its own for each test, with the agent current."""

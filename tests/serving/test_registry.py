@@ -7,6 +7,7 @@ import shutil
 import sqlite3
 from pathlib import Path
 
+import numpy as np
 import pytest
 from served import Served
 
@@ -128,3 +129,45 @@ def test_a_moved_registry_is_served_from_anywhere(registry, agent, other, monkey
         loaded, version = RegistrySource(name, "hamlet-agent", None, number).fetch()
         assert version == number
         assert loaded.card["sha256"] == check_card(path)["sha256"]
+
+
+def test_other_models_of_the_registry(registry, prover, tmp_path):
+    """The prover's scorer as the stage registers it, and a policy that somebody else logged."""
+    import mlflow
+    import onnx
+    from policies import HIDDEN, OBS, by_raw_onnxruntime, hand_made_gru
+
+    from hamlet import tracking
+    from stages import register
+
+    file, asked = prover
+    with tracking.stage_run("register") as run:
+        candidate = register.Candidate(tracking.PROVER_MODEL, file, check_card(file), {}, [])
+        register.log_model(run, candidate)
+    registry.set_registered_model_alias(tracking.PROVER_MODEL, "champion", "1")
+    with Served(f"models:/{tracking.PROVER_MODEL}@champion", env=environment()) as server:
+        server.first("loaded")
+        seen = {name: x[0].tolist() for name, x in asked.items()}
+        answer = server.ask("POST", "/act", {"observation": seen})
+        assert answer.status == 200, answer.body
+        want = OnnxAgent(file).session.run(["score"], {n: x[:1] for n, x in asked.items()})[0]
+        assert answer.json["action"] == pytest.approx(float(want[0]), abs=1e-5)
+
+    made = hand_made_gru(tmp_path)
+    with mlflow.start_run():
+        mlflow.onnx.log_model(
+            onnx.load(made.path), name="pilot", registered_model_name="pilot",
+            pip_requirements=["onnxruntime"], save_as_external_data=False,
+        )  # fmt: skip
+    registry.set_registered_model_alias("pilot", "best", "1")
+    rows = np.random.default_rng(4).uniform(-1, 1, (12, 1, OBS)).astype(np.float32)
+    expected = by_raw_onnxruntime(made, rows)[:, 0].tolist()
+    with Served("models:/pilot@best", env=environment()) as server:
+        assert server.first("policy")["states"] == made.states
+        got = []
+        for t in range(12):
+            body = {"observation": {"obs": rows[t, 0].tolist()}, "session": "a", "start": t == 0}
+            got.append(server.ask("POST", "/act", body).json["action"])
+        assert got == expected
+        state = {"inputs": [{"name": "h", "datatype": "FP32", "shape": [1, HIDDEN]}]}
+        assert server.ask("POST", "/v2/models/pilot/infer", state).status == 400

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import shutil
+import signal
+import sys
 import time
 from functools import partial
 from itertools import pairwise
@@ -172,3 +176,42 @@ def test_the_killed_server_s_lives_go_on_at_another(policy, rows, expected, tmp_
         got = [tick(server, rows[at], "moved").action for at in range(3, 10)]
         assert got == expected[3:10]
         assert server.ask("POST", "/v2/models/masked/infer", request(rows[0], "x")).status == 404
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files as Linux does")
+def test_a_full_disk_for_the_sessions(policy, rows, tmp_path):
+    """The old file stays, the end is one line and exit code 1; the limit of a file's size stands in
+    for a full disk."""
+    file = tmp_path / "sessions.npz"
+    options = ("--state-file", str(file))
+    with Served(policy, *options) as server:
+        assert tick(server, rows[0], "kept", sequence_start=True).status == 200
+        assert server.stop() == 0
+    before = file.read_bytes()
+    limit = (
+        "import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, {resource.RLIM_INFINITY}))"
+    )
+    with Served(policy, *options, before=limit) as server:
+        assert tick(server, rows[1], "kept").status == 200
+        assert server.stop() == 1
+        assert "disk is full" in server.log[-1]["text"]
+    assert file.read_bytes() == before
+    assert sorted(os.listdir(tmp_path)) == [".sessions.npz.lock", "sessions.npz"]
+
+
+def test_a_state_file_that_is_none(policy, tmp_path):
+    file = tmp_path / "sessions.npz"
+    for data in (b"", b"PK\x03\x04 nonsense", b"x" * 1000):
+        file.write_bytes(data)
+        with pytest.raises(AssertionError, match="does not hold sessions"):
+            Served(policy, "--state-file", str(file))
+        assert file.read_bytes() == data
+
+
+def test_ctrl_c_is_an_orderly_end_too(policy, rows, tmp_path):
+    file = tmp_path / "sessions.npz"
+    with Served(policy, "--state-file", str(file)) as server:
+        tick(server, rows[0], "kept", sequence_start=True)
+        assert server.stop(signal.SIGINT) == 0
+    assert file.exists()

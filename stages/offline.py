@@ -30,9 +30,13 @@ from hamlet.artifacts import (
 from hamlet.offline.export import export_policy
 from hamlet.offline.judge import GateParams, gate, judge
 from hamlet.offline.log_store import LogStore
-from hamlet.offline.model import LogPolicy
 from hamlet.offline.open_log import open_log
-from hamlet.offline.train import OfflineParams, estimate_behaviour, train_policy_on_log
+from hamlet.offline.train import (
+    OfflineParams,
+    estimate_behaviour,
+    new_policy,
+    train_policy_on_log,
+)
 from hamlet.params import Section
 from hamlet.tracking import StageRun, repo_root, stage_run
 from stages.common import one_line_errors, prepare_torch
@@ -142,13 +146,7 @@ def train(store: LogStore, params: OfflineFile, out: Path, run: StageRun, kept: 
     run.artifact(out / "curve.csv")
     shutil.rmtree(work, ignore_errors=True)
     kept.clear()
-    print(f"{out / 'policy.pt'} written; judge it: hamlet offline judge")
-
-
-def new_policy(store: LogStore, params: OfflineParams) -> LogPolicy:
-    torch.manual_seed(params.seed)
-    statistics = store.facts["statistics"]
-    return LogPolicy(store.schema, statistics, params.hidden, params.recurrent)
+    print(f"{out / 'policy.pt'} written; judge it: hamlet offline judge DATA --out {out}")
 
 
 def _key(store: LogStore, params: BaseModel) -> str:
@@ -226,8 +224,8 @@ def _say(judged: dict[str, Any], reasons: list[str], parity: float, out: Path) -
         print("the behaviour's log-probabilities are estimates: so is all that rests on ratios")
     if judged["cut_episodes"]:
         print(
-            f"{judged['cut_episodes']} of them were cut: importance sampling counts only what the "
-            "log holds, the others go on with Q"
+            f"{judged['cut_episodes']} of them were cut before they terminated: every estimate is "
+            "of what is earned until there"
         )
     print(f"{out / 'policy.onnx'} written, equal to the policy within {parity:.1g}")
     print("gate: passed" if not reasons else "gate: refused: " + "; ".join(reasons))

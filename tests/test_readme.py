@@ -19,7 +19,7 @@ from copied_repo import ROOT, Repo, tail
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = ("how-to/watch", "how-to/rerun", "explanation/modules", "how-to/strangers", "how-to/cores",
-         "how-to/compare", "how-to/load", "how-to/serve")  # fmt: skip
+         "how-to/compare", "how-to/load", "how-to/serve", "how-to/offline")  # fmt: skip
 
 
 class Block(NamedTuple):

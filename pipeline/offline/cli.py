@@ -70,14 +70,22 @@ def check(data: Data, schema: SchemaFile = None) -> None:
         from hamlet.offline.open_log import open_log
 
         problems: list[HamletError] = []
+        count = 0
+
+        def keep(problem: HamletError) -> None:
+            nonlocal count
+            count += 1
+            if count <= MOST_SHOWN:
+                problems.append(problem)
+
         with TemporaryDirectory() as cache:
-            store = open_log(data, schema, Path(cache), problems.append)
+            store = open_log(data, schema, Path(cache), keep)
             for line in described(store.facts, store.schema.action_names):
                 print(line)
-        for problem in problems[:MOST_SHOWN]:
+        for problem in problems:
             print(problem)
-        if len(problems) > MOST_SHOWN:
-            print(f"and {len(problems) - MOST_SHOWN} more")
+        if count > MOST_SHOWN:
+            print(f"and {count - MOST_SHOWN} more")
         if problems:
             raise typer.Exit(1)
         print("nothing is wrong")
@@ -130,14 +138,17 @@ def _options(**given: object) -> list[object]:
 @app.command()
 def train(
     data: Data,
-    objective: Annotated[Objective, typer.Option(help="What is learned.")] = Objective.ppo,
+    objective: Annotated[
+        Objective | None, typer.Option(help="What is learned; default: as --params says, or ppo.")
+    ] = None,
     schema: SchemaFile = None,
     out: Out = OUT,
     params: ParamsFile = None,
 ) -> None:
     """Train a policy on a log. Interrupted or killed, the same command goes on."""
-    options = _options(schema=schema, params=params)
-    _in_one_line(lambda: _stage(data, "--out", out, "--objective", objective.value, *options))
+    chosen = objective.value if objective else None
+    options = _options(schema=schema, params=params, objective=chosen)
+    _in_one_line(lambda: _stage(data, "--out", out, *options))
 
 
 @app.command()

@@ -68,12 +68,12 @@ class LeastSquaresQ:
         odds_next: np.ndarray,
         goes_on: np.ndarray,
     ) -> None:
-        """Add rows of which what followed is known.
+        """Add rows.
 
         Args:
             phi, phi_next: float [R, F] before and after; action: int [R]; reward: float [R].
             odds_next: float [R, A] the evaluated policy's, afterwards.
-            goes_on: bool [R] False where the episode terminated.
+            goes_on: bool [R] False where the episode ended.
         """
         hot = np.eye(self.actions)[action]
         now = (hot[:, :, None] * phi[:, None, :]).reshape(len(phi), -1)
@@ -118,7 +118,6 @@ class ReturnSums:
         q: np.ndarray,
         value: np.ndarray,
         acted: np.ndarray,
-        continued: np.ndarray | None = None,
     ) -> None:
         """Add episodes, time-major [T', E], padded after their end.
 
@@ -127,17 +126,13 @@ class ReturnSums:
             log_ratio: of the evaluated policy to the behaviour, of the action that was taken.
             q: Q of that action; value: of the state, the policy's mean of Q.
             acted: bool, False in the padding.
-            continued: float [E] value of what follows the last row of an episode that was cut, 0 if
-                it terminated; it stands for the rewards that the log lacks, in the doubly robust
-                estimate alone.
+
+        An episode that was cut counts until there: what is estimated is the return until then.
         """
         ticks = len(log_ratio)
         log_ratio, reward = np.where(acted, log_ratio, 0.0), np.where(acted, reward, 0.0)
         q, value = np.where(acted, q, 0.0), np.where(acted, value, 0.0)
         error = reward - q
-        if continued is not None:
-            last = acted.sum(0) - 1
-            error[last, np.arange(len(last))] += self.gamma * continued
         product = np.exp(np.clip(np.cumsum(log_ratio, 0), -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
         before = np.concatenate([np.ones_like(product[:1]), product[:-1]])
         for sums, x in (

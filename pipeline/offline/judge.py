@@ -40,7 +40,8 @@ class GateParams(Section):
 def judge(store: LogStore, policy: LogPolicy, gamma: float, seed: int) -> dict[str, Any]:
     """Estimates of the policy's return and what else the gate asks, from held-out episodes.
 
-    Q is fitted on the episodes that the policy learned from, the estimates are of the others.
+    Q is fitted on the episodes that the policy learned from, the estimates are of the others. An
+    episode that was cut counts until there, for the behaviour as for the policy.
 
     Raises:
         HamletError: too few episodes, or no log-probabilities.
@@ -75,14 +76,10 @@ def judge(store: LogStore, policy: LogPolicy, gamma: float, seed: int) -> dict[s
         q = np.take_along_axis(q_all, action[..., None], -1)[..., 0]
         log_prob = log_prob_of(logits, rows["action"]).double().numpy()
         ratio = log_prob - rows["log_prob"].double().numpy()
-        last, across = acted.sum(0) - 1, np.arange(acted.shape[1])
-        terminated = rows["terminated"].numpy()[last, across]
-        followed = windows.end > windows.stop
-        cut += int((~terminated).sum())
-        after = np.where(followed & ~terminated, value[last + 1, across], 0.0)
+        cut += int((~rows["terminated"].numpy().any(0)).sum())
         sums.add(
             order[windows.episode] % sums.blocks, ratio[:-1], rows["reward"].double().numpy()[:-1],
-            q[:-1], value[:-1], acted[:-1], after,
+            q[:-1], value[:-1], acted[:-1],
         )  # fmt: skip
         firsts.append(phi[0][:, None, :] * odds[0][:, :, None])
         clipped = np.clip(ratio, -20, 20)
@@ -138,15 +135,15 @@ def _fit_q(
     for windows, rows in whole_episodes(store, episodes):
         phi, logits = _seen(policy, rows, project)
         odds = logits.softmax(-1).double().numpy()
-        known = rows["known"].numpy()[:-1]
-        block = np.broadcast_to(order[windows.episode] % blocks, known.shape)
+        acted = rows["acted"].numpy()
+        block = np.broadcast_to(order[windows.episode] % blocks, acted[:-1].shape)
         parts = {
             "phi": phi[:-1], "action": rows["action"].numpy()[:-1],
             "reward": rows["reward"].double().numpy()[:-1], "phi_next": phi[1:],
-            "odds_next": odds[1:], "goes_on": ~rows["terminated"].numpy()[:-1],
+            "odds_next": odds[1:], "goes_on": acted[1:],
         }  # fmt: skip
         for b in np.unique(block):
-            chosen = known & (block == b)
+            chosen = acted[:-1] & (block == b)
             fitted.add(int(b), **{name: x[chosen] for name, x in parts.items()})
     return fitted
 

@@ -25,13 +25,20 @@ class LogPolicy(nn.Module):
         statistics: {"mean", "std"} by field, as `Writer.close` counted them.
         hidden: width.
         recurrent: carry a GRU's state from row to row of an episode.
+        scale: size of the returns; the value's network gives parts of it.
     """
 
     def __init__(
-        self, schema: Schema, statistics: Mapping[str, Any], hidden: int, recurrent: bool
+        self,
+        schema: Schema,
+        statistics: Mapping[str, Any],
+        hidden: int,
+        recurrent: bool,
+        scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.hidden, self.recurrent = hidden, recurrent
+        self.register_buffer("scale", torch.tensor(scale))
         self.encoders = nn.ModuleDict(
             {
                 f"of_{name}": _Encoder(field, statistics.get(name), hidden)
@@ -72,7 +79,7 @@ class LogPolicy(nn.Module):
         logits = self.logits(features).float()
         if mask is not None:
             logits = masked_logits(logits, mask)
-        return logits, self.value(features).squeeze(-1).float()
+        return logits, self.value(features).squeeze(-1).float() * self.scale
 
     def forward(self, rows: TensorDict) -> tuple[Tensor, Tensor]:
         """Logits [T, W, A] and values [T, W] of time-major rows, as `LogStore.read` gives them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -128,7 +128,9 @@ def _check_columns(file: _File, schema: Schema) -> None:
         for column in field.columns:
             kinds: dict[str, Any] = integer if field.count else number
             if field.shape:
-                kinds = {"a list of " + ("integers" if field.count else "numbers"): _is_list}
+                kinds = {"a list of integers": _is_list_of(pa.types.is_integer)}
+                if not field.count:
+                    kinds = {"a list of numbers": _is_list_of(_is_number)}
             need(column, f"field `{name}`", kinds)
     need(schema.action, "the action", integer)
     need(schema.reward, "the reward", number)
@@ -139,12 +141,25 @@ def _check_columns(file: _File, schema: Schema) -> None:
     for ending in (schema.terminated, schema.truncated):
         if ending:
             need(ending, "an ending", boolean)
+    listed = {"a list of true and false": _is_list_of(pa.types.is_boolean)}
     if schema.action_mask:
-        need(schema.action_mask, "the legal actions", {"a list of true and false": _is_list})
+        need(schema.action_mask, "the legal actions", listed)
 
 
 def _is_number(kind: Any) -> bool:
     return pa.types.is_integer(kind) or pa.types.is_floating(kind)
+
+
+def _is_list_of(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Whether a type is a list, or a list of lists, of what passes the test."""
+
+    def passes(kind: Any) -> bool:
+        listed = _is_list(kind)
+        while _is_list(kind):
+            kind = kind.value_type
+        return listed and test(kind)
+
+    return passes
 
 
 def _is_list(kind: Any) -> bool:
@@ -169,29 +184,26 @@ def _extract(
                         "give it a value, or drop its episode",
                     )
                 )
-            values = values.fill_null("" if pa.types.is_string(values.type) else 0)
+            values = values.fill_null(_filling(values.type))
         array = values.to_numpy(zero_copy_only=False)
         return array if dtype == "any" else array.astype(dtype)
 
     def lists(name: str, size: int, dtype: str, what: str) -> np.ndarray:
-        values = batch.column(name)
-        lengths = np.asarray(values.value_lengths().fill_null(-1))
-        flat = values.flatten()
-        while _is_list(flat.type):
-            inner = flat
-            flat = flat.flatten()
-            per = len(flat) // max(len(inner), 1)
-            lengths = lengths * per
-        wrong = np.flatnonzero(lengths != size)
+        flat, per_row = _flattened(batch.column(name))
+        wrong = np.flatnonzero(per_row != size)
         if len(wrong):
             i = wrong[0]
-            had = "null" if lengths[i] < 0 else f"{lengths[i]} numbers"
+            had = f"{per_row[i]} numbers" if per_row[i] else "nothing"
             raise HamletError(
                 f"{file}, row {offset + i}: `{name}` holds {had}, {what} has {size}",
                 "correct the row, or `shape` in the schema",
             )
-        if flat.null_count:
-            flat = flat.fill_null(0)
+        null = np.flatnonzero(np.asarray(flat.is_null()))
+        if len(null):
+            raise HamletError(
+                f"{file}, row {offset + null[0] // size}: `{name}` holds a null",
+                "give it a value, or drop its episode",
+            )
         return flat.to_numpy(zero_copy_only=False).astype(dtype).reshape(len(batch), size)
 
     arrays: dict[str, np.ndarray] = {}
@@ -216,3 +228,20 @@ def _extract(
             schema.action_mask, schema.num_actions, "bool", "`actions` of the schema"
         )
     return arrays, column(schema.episode, "any", False), column(schema.step, "int64", False)
+
+
+def _flattened(values: Any) -> tuple[Any, np.ndarray]:
+    """The numbers in a column of lists (of lists), and int64 [R] how many each row has."""
+    row = np.arange(len(values))
+    count = len(values)
+    while _is_list(values.type):
+        row = np.repeat(row, np.asarray(values.value_lengths().fill_null(0)))
+        values = values.flatten()
+    return values, np.bincount(row, minlength=count)
+
+
+def _filling(kind: Any) -> Any:
+    """What stands for a null that was reported, or that a final row may have."""
+    if pa.types.is_boolean(kind):
+        return False
+    return 0 if _is_number(kind) else ""

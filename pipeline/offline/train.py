@@ -106,6 +106,23 @@ def train_policy_on_log(
     policy.cpu().eval()
 
 
+def new_policy(store: LogStore, params: OfflineParams) -> LogPolicy:
+    """An untrained policy for a log, drawn from the seed."""
+    torch.manual_seed(params.seed)
+    statistics, scale = store.facts["statistics"], return_scale(store, params.gamma)
+    return LogPolicy(store.schema, statistics, params.hidden, params.recurrent, scale)
+
+
+def return_scale(store: LogStore, gamma: float) -> float:
+    """How large a return may be: the rewards' size over the steps that the discount looks ahead."""
+    rows, square = store.facts["rows"], 0.0
+    for at in range(0, len(store.reward), 1_000_000):
+        # A final row's reward is 0.
+        square += float(np.square(store.reward[at : at + 1_000_000], dtype=np.float64).sum())
+    ahead = min(1 / max(1 - gamma, 1e-9), store.facts["lengths"]["mean"])
+    return max((square / rows) ** 0.5 * ahead, 1e-6)
+
+
 def batch_of(step: int, size: int, count: int, seed: int) -> np.ndarray:
     """int64 [size] windows of a batch: all of `count` once, in random order, then all again."""
     at = np.arange(step * size, (step + 1) * size)
@@ -173,7 +190,7 @@ class Loss:
         log_prob = log_prob_of(logits, batch["action"])
         weight = batch["known"].float()
         spread = weighted_mean(entropy_of(logits), batch["acted"].float())
-        fit = weighted_mean((values - batch["targets"]).square(), weight)
+        fit = weighted_mean(((values - batch["targets"]) / self.policy.scale).square(), weight)
         told = {"value_loss": fit, "entropy": spread}
         if params.objective == "imitation":
             cloning, more = imitation_loss(logits, batch["action"], batch["acted"].float())
@@ -184,8 +201,11 @@ class Loss:
         back = weighted_mean(-log_prob, weight * (1 - batch["allowed"]))
         if params.objective == "impala":
             zero = torch.zeros_like(self.coefficient)
+            # Of one size whatever the rewards' unit, and not centred: V-trace has its baseline.
+            size = weighted_mean(batch["advantages"].square(), weight).sqrt()
+            advantages = batch["advantages"] / size.clamp(min=1e-6 * self.policy.scale)
             improve, _ = impala_loss(
-                log_prob, values, batch["targets"], batch["advantages"], entropy_of(logits),
+                log_prob, values, batch["targets"], advantages, entropy_of(logits),
                 moving, 0.0, zero,
             )  # fmt: skip
         else:
@@ -202,9 +222,7 @@ class Loss:
 def estimate_behaviour(store: LogStore, params: OfflineParams, checkpoint: Path, log: Log) -> None:
     """Fit a policy to what was done and keep its log-probabilities with the store."""
     fitted = params.model_copy(update={"objective": "imitation", "steps": params.behaviour_steps})
-    torch.manual_seed(params.seed)
-    statistics = store.facts["statistics"]
-    policy = LogPolicy(store.schema, statistics, params.hidden, params.recurrent)
+    policy = new_policy(store, fitted)
     train_policy_on_log(store, policy, fitted, checkpoint, log)
     found = np.zeros(len(store.action), np.float32)
     for windows, rows in whole_episodes(store, np.ones(store.episodes, bool)):

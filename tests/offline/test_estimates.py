@@ -105,13 +105,6 @@ def test_the_estimates_of_three_episodes_written_out():
     assert found["improvement"].value == pytest.approx(robust - earned)
     assert found["fitted_q"].value == pytest.approx(1.0)
     assert sums.effective_episodes() == pytest.approx(min(3.5**2 / 5.25, 25 / 9))
-    cut = ReturnSums(blocks=3, longest=2, gamma=0.5)
-    cut.add(np.arange(3), log_ratio, reward, q, value, acted, np.array([0.0, 0.0, 7.0]))
-    more = estimates(cut, np.random.default_rng(0))
-    # The third episode's last row, of weight 2 of 5, goes on with 7, discounted once more.
-    gained = more["doubly_robust"].value - robust
-    assert gained == pytest.approx(0.5 * 2 * (0.5 * 7) / 5)
-    assert more["importance"].value == found["importance"].value
 
 
 def test_the_intervals_hold_the_truth_as_often_as_they_say():

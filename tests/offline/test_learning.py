@@ -10,12 +10,13 @@ from torch import nn
 pytest.importorskip("pyarrow")
 from hamlet.artifacts import HamletError
 from hamlet.offline.log_store import open_store
-from hamlet.offline.model import LogPolicy
 from hamlet.offline.open_log import open_log
 from hamlet.offline.train import (
     OfflineParams,
     batch_of,
     estimate_behaviour,
+    new_policy,
+    return_scale,
     targets,
     train_policy_on_log,
 )
@@ -43,8 +44,7 @@ def store(tmp_path_factory):
 
 def trained(store, tmp_path, log=None, **changes):
     params = PARAMS.model_copy(update=changes)
-    torch.manual_seed(params.seed)
-    policy = LogPolicy(store.schema, store.facts["statistics"], params.hidden, params.recurrent)
+    policy = new_policy(store, params)
     train_policy_on_log(store, policy, params, tmp_path / "checkpoint.pt", log or Quiet())
     return policy
 
@@ -85,6 +85,8 @@ def test_a_policy_too_far_from_the_behaviour_comes_back(store, tmp_path):
 
 class Constant(nn.Module):
     """Even odds, and V = 10 everywhere."""
+
+    scale = torch.tensor(1.0)
 
     def forward(self, rows):
         shape = rows.batch_size
@@ -215,8 +217,8 @@ def test_a_killed_training_goes_on_bit_for_bit(store, tmp_path):
     assert (tmp_path / "cut" / "checkpoint.pt").exists()
     torch.manual_seed(99)
     resumed = Quiet()
-    policy = LogPolicy(store.schema, store.facts["statistics"], PARAMS.hidden, False)
     params = PARAMS.model_copy(update={"objective": "impala", "steps": 12})
+    policy = new_policy(store, params.model_copy(update={"seed": 5}))
     train_policy_on_log(store, policy, params, tmp_path / "cut" / "checkpoint.pt", resumed)
     for a, b in zip(whole.parameters(), policy.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -252,6 +254,23 @@ def test_log_probabilities_are_estimated_where_the_log_has_none(tmp_path):
     assert again.estimated
     assert np.abs(again.log_prob - columns["log_prob"]).mean() < 0.1
     trained(again, tmp_path, objective="ppo", steps=2)
+
+
+@pytest.mark.parametrize("objective", ["ppo", "impala"])
+def test_the_unit_of_the_rewards_does_not_matter(objective, store, tmp_path):
+    """Rewards a thousand times as large: the same odds, and values a thousand times as large."""
+    columns = play(BEHAVIOUR, 1500, 0)
+    columns["reward"] = columns["reward"] * 1000
+    large = open_log(write(tmp_path, columns), None, tmp_path / "cache")
+    assert return_scale(large, GAMMA) == pytest.approx(1000 * return_scale(store, GAMMA), rel=1e-5)
+    small, same = (
+        trained(s, tmp_path / name, objective=objective, steps=8)
+        for s, name in ((store, "a"), (large, "b"))
+    )
+    np.testing.assert_allclose(policy_table(small), policy_table(same), atol=1e-3)
+    rows = store.read(store.windows(8, store.held_out()), np.arange(9), 8)
+    with torch.no_grad():
+        torch.testing.assert_close(1000 * small(rows)[1], same(rows)[1], rtol=1e-2, atol=5.0)
 
 
 def test_windows_must_be_divisible(store, tmp_path):

@@ -93,6 +93,12 @@ BROKEN = {
     "category out of range": (with_value("state", 3, 9), r"row 3: field `state` holds 9: it must"),
     "feature not finite": (with_value("noise_b", 2, np.inf), r"row 2: field `noise` holds inf: it"),
     "mask of another length": (with_value("mask", 8, [True]), r"row 8: `mask` holds 1 numbers"),
+    "text in a list": (
+        good() | {"mask": [["yes", "no"]] * 12}, r"column `mask` .*: it must be a list of true and"
+    ),
+    "null in a list": (with_value("mask", 5, [None, True]), r"row 5: `mask` holds a null: give it"),
+    "null category": (with_value("state", 3, None), r"row 3: `state` is null: give it a value"),
+    "null episode": (with_value("episode", 4, None), r"row 4: `episode` is null: give it a value"),
     "after the end": (
         with_value("terminated", 1, True), r"row 2: .*goes on after its episode ended: give it anot"
     ),
@@ -125,6 +131,20 @@ def test_a_cut_parquet_file_and_an_empty_one(tmp_path):
         open_log(path, None, tmp_path / "cache")
     path.write_bytes(b"")
     with pytest.raises(HamletError, match=rf"{path} is empty \(0 bytes\): write the log again"):
+        open_log(path, None, tmp_path / "cache")
+
+
+def test_lists_within_lists_are_counted_row_by_row(tmp_path):
+    """Two rows whose lists are as long together as they should be, but not each."""
+    grid = [[[1.0, 2.0], [3.0, 4.0]]] * 12
+    schema = SCHEMA + "  history: {kind: sequence, columns: [history], shape: [2, 2]}\n"
+    schema = schema.replace("log_prob: log_prob\nterminated: terminated\n", "")
+    path = write(tmp_path, good() | {"history": grid}, schema=schema)
+    store = open_log(path, None, tmp_path / "cache")
+    np.testing.assert_array_equal(store.fields["history"][7], [[1, 2], [3, 4]])
+    grid[3:5] = [[[1.0], [2.0, 3.0]], [[1.0, 2.0], [3.0, 4.0, 5.0]]]
+    write(tmp_path, good() | {"history": grid}, schema=schema)
+    with pytest.raises(HamletError, match=r"row 3: `history` holds 3 numbers, field .* has 4: c"):
         open_log(path, None, tmp_path / "cache")
 
 

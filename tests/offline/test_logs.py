@@ -15,6 +15,7 @@ pytest.importorskip("minari")
 import gymnasium
 
 from hamlet.artifacts import HamletError
+from hamlet.offline import tables
 from hamlet.offline.cli import app
 from hamlet.offline.gym import record
 from hamlet.offline.log_store import FINAL, TERMINATED, TRUNCATED
@@ -199,6 +200,26 @@ def test_parquet_arrow_and_a_folder_of_files_give_the_same_store(tmp_path):
         np.testing.assert_array_equal(store.log_prob, stores[0].log_prob)
         np.testing.assert_array_equal(store.fields["noise"], stores[0].fields["noise"])
         assert store.facts == stores[0].facts
+
+
+def test_a_log_is_read_in_parts_and_mapped(tmp_path, monkeypatch):
+    """Parts of seven rows give the same store, the right row numbers, and nothing in memory."""
+    path = write(tmp_path, play(BEHAVIOUR, 50, 0))
+    whole = open_log(path, None, tmp_path / "whole")
+    monkeypatch.setattr(tables, "BATCH", 7)
+    parts = open_log(path, None, tmp_path / "parts")
+    assert parts.facts["rows"] == whole.facts["rows"]
+    np.testing.assert_array_equal(parts.starts, whole.starts)
+    np.testing.assert_array_equal(parts.reward, whole.reward)
+    for name in ("noise", "state"):
+        np.testing.assert_array_equal(parts.fields[name], whole.fields[name])
+        assert isinstance(parts.fields[name], np.memmap)
+    for statistic in ("mean", "std"):
+        a, b = (s.facts["statistics"]["noise"][statistic] for s in (parts, whole))
+        np.testing.assert_allclose(a, b, rtol=1e-9)
+    path = write(tmp_path, with_value("reward", 9, np.nan), "late.parquet")
+    with pytest.raises(HamletError, match="row 9: `reward` is nan"):
+        open_log(path, None, tmp_path / "late")
 
 
 def test_a_row_without_an_action_is_the_last_observation(tmp_path):

@@ -250,9 +250,8 @@ def soak(path: Path, minutes: float, kill_seconds: float) -> dict[str, Any]:
         deployments.start()
         judge = Judge(seen, expected)
         try:
-            turns = _turns(
-                judge, served, folder / "lives", deployments, rate, minutes, kill_seconds
-            )
+            place = Place(served, folder / "lives", deployments, rate)
+            turns = _turns(judge, place, minutes, kill_seconds)
         finally:
             deployments.over.set()
             deployments.join()

@@ -3,8 +3,9 @@
     python -m hamlet.export.int8 [artifacts/agent.onnx]
 
 writes `agent.int8.onnx` with its card beside the agent; `hamlet serve` takes it like any other. The
-weights of the products are int8, everything else stays as it is. Whether it is faster depends on
-the processor: measure it.
+weights of the products are int8, everything else stays as it is; products that change too many
+actions are searched for and left as they are. Whether it is faster depends on the processor:
+measure it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import io
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from hamlet.artifacts import HamletError, atomic_path, write_card
 from hamlet.serving.agent import STATE, Arrays, OnnxAgent
 
 GATE = 0.995  # share of actions that must be equal
+SEARCH_TICKS = 40  # at which products are tried; what is found must hold for all ticks
 WORLDS, TICKS = 32, 200
 UNSEEN_MAPS = 3_000_017  # maps that no stage has played
 
@@ -31,43 +33,98 @@ UNSEEN_MAPS = 3_000_017  # maps that no stage has played
 def quantize(agent: Path, target: Path, lived: Sequence[Arrays]) -> float:
     """Write the int8 copy of `agent` to `target` with its card; returns the share of equal actions.
 
+    The card says in `int8` how many of its products are int8, and which are not.
+
     Args:
         lived: what the agent saw on a real trajectory, tick by tick, arrays [B, ...] by field.
 
     Raises:
-        HamletError: fewer than `GATE` of the actions are equal; nothing is written.
+        HamletError: with any product as int8 fewer than `GATE` of the actions are equal; nothing is
+            written.
     """
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-
     whole = OnnxAgent(agent)
     with tempfile.TemporaryDirectory() as folder:
         prepared, small = Path(folder) / "prepared.onnx", Path(folder) / target.name
-        onnx.save(_with_weights_of_their_own(onnx.load(agent)), prepared)
-        with redirect_stdout(io.StringIO()):  # it prints nodes
-            quantize_dynamic(
-                prepared,
-                small,
-                weight_type=QuantType.QInt8,
-                extra_options={"EnableSubgraph": True, "MatMulConstBOnly": True},
-            )
-        card = whole.card
-        extra: dict[str, Any] = {
-            k: card[k] for k in card if k not in ("file", "kind", "schema", "upstream", "pack")
-        }
-        upstream = {**card["upstream"], "agent": card["sha256"]}
-        write_card(small, "agent", card["schema"], upstream, card["pack"], extra)
-        share = agreement(whole, OnnxAgent(small), lived)
-        if share < GATE:
+        model = _with_weights_of_their_own(onnx.load(agent))
+        onnx.save(model, prepared)
+        names = products(model.graph)
+        found = [0.0]
+
+        def agrees(chosen: Sequence[str], ticks: int | None = None) -> bool:
+            write_copy(prepared, small, [name for name in names if name not in chosen])
+            _card(small, whole, {})
+            found.append(agreement(whole, OnnxAgent(small), lived[:ticks]))
+            return found[-1] >= GATE
+
+        if agrees(names):
+            kept = names
+        else:
+            kept = search(names, lambda chosen: agrees(chosen, SEARCH_TICKS))
+            while kept and not agrees(kept):  # what a longer life shows
+                kept = kept[: -max(1, len(kept) // 8)]
+        share = found[-1]
+        if not kept:
             raise HamletError(
-                f"the int8 copy of {agent} takes the same action in {share:.2%} of "
-                f"{len(lived) * len(lived[0]['action_mask'])} ticks, the gate asks {GATE:.1%}",
+                f"no product of {agent} can be int8: with all of them the action is the same in "
+                f"{found[1]:.2%} of {len(lived) * len(lived[0]['action_mask'])} ticks, with the "
+                f"last one alone in {share:.2%}, the gate asks {GATE:.1%}",
                 "serve the agent as it is",
             )
         with atomic_path(target) as temporary:
             temporary.write_bytes(small.read_bytes())
-    extra["int8_agreement"] = share
-    write_card(target, "agent", card["schema"], upstream, card["pack"], extra)
+    told = {"products": len(kept), "of": len(names), "float": sorted(set(names) - set(kept))}
+    _card(target, whole, {"int8_agreement": share, "int8": told})
     return share
+
+
+def search(names: Sequence[str], agrees: Callable[[Sequence[str]], bool]) -> list[str]:
+    """As many names as still agree together: a part that does not is halved, down to the one name
+    that must be left out."""
+    kept: list[str] = []
+    parts = [list(names)]
+    while parts:
+        part = parts.pop()
+        half = len(part) // 2
+        if agrees([*kept, *part]):
+            kept += part
+        elif half:
+            parts += [part[half:], part[:half]]
+    return kept
+
+
+def products(graph: onnx.GraphProto) -> list[str]:
+    """Names of the products with a constant weight, those of inner graphs too."""
+    weights, names = {weight.name for weight in graph.initializer}, []
+    for node in graph.node:
+        if node.op_type in ("MatMul", "Gemm") and node.input[1] in weights:
+            names.append(node.name)
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                names += products(attribute.g)
+    return names
+
+
+def write_copy(prepared: Path, small: Path, left_out: Sequence[str]) -> None:
+    """Write `prepared` to `small` with its products as int8, but for those left out."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    with redirect_stdout(io.StringIO()):  # it prints nodes
+        quantize_dynamic(
+            prepared,
+            small,
+            op_types_to_quantize=["MatMul"],
+            weight_type=QuantType.QInt8,
+            # A Gemm becomes a MatMul of this name first.
+            nodes_to_exclude=[*left_out, *(f"{name}_MatMul" for name in left_out)],
+            extra_options={"EnableSubgraph": True, "MatMulConstBOnly": True},
+        )
+
+
+def _card(small: Path, whole: OnnxAgent, more: dict[str, Any]) -> None:
+    card = whole.card
+    extra = {k: card[k] for k in card if k not in ("file", "kind", "schema", "upstream", "pack")}
+    upstream = {**card["upstream"], "agent": card["sha256"]}
+    write_card(small, "agent", card["schema"], upstream, card["pack"], extra | more)
 
 
 def _with_weights_of_their_own(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -132,7 +189,11 @@ def main() -> None:
         share = quantize(path, target, live(OnnxAgent(path), WORLDS, TICKS))
     except HamletError as error:
         raise SystemExit(str(error)) from None
-    print(f"{target} written: the same action in {share:.2%} of {WORLDS} worlds' {TICKS} ticks")
+    told = OnnxAgent(target).card["int8"]
+    print(
+        f"{target} written: {told['products']} of {told['of']} products are int8, the same action "
+        f"in {share:.2%} of {WORLDS} worlds' {TICKS} ticks"
+    )
 
 
 if __name__ == "__main__":

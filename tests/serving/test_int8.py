@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import onnx
 import pytest
 
 from hamlet.artifacts import HamletError
@@ -13,9 +14,13 @@ def test_the_gate_lets_through_and_refuses(agent, tmp_path, monkeypatch):
     target = tmp_path / "agent.int8.onnx"
     lived = int8.live(OnnxAgent(agent), worlds=4, ticks=30)
     assert int8.agreement(OnnxAgent(agent), OnnxAgent(agent), lived) == 1.0
-    monkeypatch.setattr(int8, "GATE", 1.01)
-    with pytest.raises(HamletError, match="the gate asks"):
-        int8.quantize(agent, target, lived)
+    names = int8.products(onnx.load(agent).graph)
+    assert len(names) == len(set(names)) > 20
+    with monkeypatch.context() as patch:
+        patch.setattr(int8, "GATE", 1.01)
+        patch.setattr(int8, "products", lambda graph: names[:2])
+        with pytest.raises(HamletError, match=r"no product .* the gate asks"):
+            int8.quantize(agent, target, lived)
     assert not list(tmp_path.iterdir())
 
     monkeypatch.setattr(int8, "GATE", 0.9)
@@ -24,4 +29,52 @@ def test_the_gate_lets_through_and_refuses(agent, tmp_path, monkeypatch):
     assert small.card["int8_agreement"] == pytest.approx(share)
     assert int8.agreement(OnnxAgent(agent), small, lived) == share
     assert small.card["upstream"]["agent"] == OnnxAgent(agent).card["sha256"]
-    assert b"MatMulInteger" in target.read_bytes() or b"DynamicQuantize" in target.read_bytes()
+    told = small.card["int8"]
+    assert (told["of"], told["products"] + len(told["float"])) == (len(names), len(names))
+    assert integers(onnx.load(target).graph) == told["products"]
+
+
+def integers(graph) -> int:
+    """Integer products of a graph and those within it."""
+    inner = [a.g for node in graph.node for a in node.attribute if a.HasField("g")]
+    own = sum(node.op_type == "MatMulInteger" for node in graph.node)
+    return own + sum(map(integers, inner))
+
+
+def test_what_changes_actions_is_left_out(agent, tmp_path, monkeypatch):
+    """Two products are said to change every action: all the others are int8, those two are not."""
+    names = int8.products(onnx.load(agent).graph)[:9]
+    bad = {names[1], names[6]}
+    written: list[set[str]] = []
+    write = int8.write_copy
+
+    def noted(prepared, small, left_out):
+        written.append(set(names) - set(left_out))
+        write(prepared, small, left_out)
+
+    monkeypatch.setattr(int8, "products", lambda graph: names)
+    monkeypatch.setattr(int8, "write_copy", noted)
+    monkeypatch.setattr(int8, "agreement", lambda *_: 0.5 if written[-1] & bad else 1.0)
+    lived = int8.live(OnnxAgent(agent), worlds=1, ticks=2)
+    target = tmp_path / "agent.int8.onnx"
+    assert int8.quantize(agent, target, lived) == 1.0
+    assert written[-1] == set(names) - bad
+    assert OnnxAgent(target).card["int8"] == {
+        "products": 7, "of": 9, "float": sorted(bad),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("bad", "kept"), [("", "abcdefg"), ("d", "abcefg"), ("ag", "bcdef"), ("abcdefg", "")]
+)
+def test_the_search_leaves_out_only_what_it_must(bad, kept):
+    asked: list[str] = []
+
+    def agrees(chosen) -> bool:
+        asked.append("".join(chosen))
+        return not set(chosen) & set(bad)
+
+    assert sorted(int8.search("abcdefg", agrees)) == list(kept)
+    assert len(asked) <= 13
+    # Together they are too many, though each is fine alone.
+    assert len(int8.search("abcdefg", lambda chosen: len(chosen) <= 3)) == 3

@@ -9,6 +9,7 @@ from hamlet.serving.model import RNG_RANGE, Field, Model
 from hamlet.serving.protocol import MAX_NUMBER, MAX_TIMEOUT, NAME_PATTERN
 
 Schema = dict[str, Any]
+_BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
 
 def document(model: Model) -> Schema:
@@ -64,6 +65,8 @@ def document(model: Model) -> Schema:
         "/v2": {"get": _get("About the server", "name")},
         f"/v2/models/{name}": {"get": _get("About the agent", "inputs", "503")},
         f"/v2/models/{name}/ready": {"get": _get("Whether it serves", "ready", "503")},
+        f"/v2/models/{name}/config": {"get": _get("Its configuration", "input", "503")},
+        f"/v2/models/{name}/stats": {"get": _get("What it has done", "model_stats", "503")},
         f"/v2/models/{name}/infer": {"post": infer},
         f"/v2/models/{name}/versions/{{version}}": {
             "parameters": [version],
@@ -73,7 +76,27 @@ def document(model: Model) -> Schema:
             "parameters": [version],
             "get": _get("Whether a version serves", "ready", "404", "503"),
         },
+        f"/v2/models/{name}/versions/{{version}}/config": {
+            "parameters": [version],
+            "get": _get("A version's configuration", "input", "404", "503"),
+        },
+        f"/v2/models/{name}/versions/{{version}}/stats": {
+            "parameters": [version],
+            "get": _get("What a version has done", "model_stats", "404", "503"),
+        },
         f"/v2/models/{name}/versions/{{version}}/infer": {"parameters": [version], "post": infer},
+        "/v2/models": {"get": _get("Names of the models", "models")},
+        "/v2/models/stats": {"get": _get("What all versions have done", "model_stats")},
+        "/v2/repository/index": {"get": _index(), "post": _index()},
+        **{
+            f"/v2/repository/models/{name}/{what}": {
+                "post": {
+                    "summary": f"To {what} on request: refused, a new file is taken up by itself",
+                    "responses": _responses({}, "400", "404"),
+                }
+            }
+            for what in ("load", "unload")
+        },
         "/v2/sessions/{id}": {
             "parameters": [
                 {
@@ -84,6 +107,20 @@ def document(model: Model) -> Schema:
             "delete": {
                 "summary": "End a session",
                 "responses": _responses({"204": {"description": "It ended."}}, "404"),
+            },
+            "get": {
+                "summary": "A session's state, to be taken up by another server",
+                "responses": _responses(
+                    {"200": {"description": "Its state.", "content": _BYTES}}, "404", "409"
+                ),
+            },
+            "put": {
+                "summary": "Go on with a session of another server",
+                "requestBody": {"required": True, "content": _BYTES},
+                "responses": _responses(
+                    {"204": {"description": "It goes on here."}},
+                    "400", "408", "409", "413", "415", "429",
+                ),
             },
         },
         "/act": {"post": act},
@@ -113,6 +150,13 @@ def _get(summary: str, key: str, *errors: str) -> Schema:
     schema = {"type": "object", "required": [key]}
     found = {"description": summary, "content": {"application/json": {"schema": schema}}}
     return {"summary": summary, "responses": _responses({"200": found}, *errors)}
+
+
+def _index() -> Schema:
+    listed = {"type": "object", "required": ["name", "version", "state"]}
+    content = {"application/json": {"schema": {"type": "array", "items": listed}}}
+    found = {"description": "Every version that is loaded", "content": content}
+    return {"summary": "Every version that is loaded", "responses": _responses({"200": found})}
 
 
 def _json(schema: str) -> Schema:

@@ -15,6 +15,12 @@ from served import Answer, Served
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
+from hamlet.serving.agent import OnnxAgent
+from hamlet.serving.app import App
+from hamlet.serving.engine import Engine
+from hamlet.serving.metrics import Metrics
+from hamlet.serving.openapi import document
+
 PAGE, OTHER = "https://page.example", "https://other.example"
 
 
@@ -169,6 +175,29 @@ def test_the_front_page_says_what_is_served(pilot):
     assert "<script" not in text
     for link in re.findall(r'href="([^"]+)"', text):
         assert pilot.ask("GET", link).status == 200, link
+
+
+def test_the_openapi_document_has_every_route_and_method(pilot):
+    """Asked with a method that nobody knows, a path says which it takes."""
+    paths = pilot.ask("GET", "/openapi.json").json["paths"]
+    version = pilot.ask("GET", "/v2/models/masked").json["versions"][0]
+    for path, methods in paths.items():
+        answer = pilot.ask("PATCH", path.replace("{version}", version).replace("{id}", "x"))
+        assert answer.status == 405, path
+        taken = {method.lower() for method in answer.headers["allow"].split(", ")}
+        assert taken == methods.keys() - {"parameters"}, path
+
+
+def test_no_route_is_left_out_of_the_openapi_document(policy):
+    """But for the pages and what is asked of every name."""
+    engine = Engine(Metrics(), 1, 60.0, "masked")
+    engine.install(engine.prepare(OnnxAgent(policy), "1"))
+    written = document(engine.current)["paths"]
+    known = {re.sub(r"\{\w+\}", "*", path) for path in written}
+    for parts in App(engine, print).routes:
+        path = "/" + "/".join(parts).replace("repository/models/*", "repository/models/masked")
+        assert path in known or path in ("/", "/docs"), path
+    engine.shutdown()
 
 
 def test_the_docs_name_every_route_of_the_openapi_document(pilot):

@@ -33,7 +33,8 @@ UNSEEN_MAPS = 3_000_017  # maps that no stage has played
 def quantize(agent: Path, target: Path, lived: Sequence[Arrays]) -> float:
     """Write the int8 copy of `agent` to `target` with its card; returns the share of equal actions.
 
-    The card says in `int8` how many of its products are int8, and which are not.
+    The card says in `int8` how many of its products are int8 and which were left out for the gate;
+    products in float64 always stay as they are.
 
     Args:
         lived: what the agent saw on a real trajectory, tick by tick, arrays [B, ...] by field.
@@ -72,7 +73,8 @@ def quantize(agent: Path, target: Path, lived: Sequence[Arrays]) -> float:
             )
         with atomic_path(target) as temporary:
             temporary.write_bytes(small.read_bytes())
-    told = {"products": len(kept), "of": len(names), "float": sorted(set(names) - set(kept))}
+    count = integer_products(onnx.load(target).graph)
+    told = {"products": count, "of": len(names), "left_out": sorted(set(names) - set(kept))}
     _card(target, whole, {"int8_agreement": share, "int8": told})
     return share
 
@@ -102,6 +104,13 @@ def products(graph: onnx.GraphProto) -> list[str]:
             if attribute.HasField("g"):
                 names += products(attribute.g)
     return names
+
+
+def integer_products(graph: onnx.GraphProto) -> int:
+    """How many products a graph and those within it do in int8."""
+    inner = [a.g for node in graph.node for a in node.attribute if a.HasField("g")]
+    own = sum(node.op_type == "MatMulInteger" for node in graph.node)
+    return own + sum(map(integer_products, inner))
 
 
 def write_copy(prepared: Path, small: Path, left_out: Sequence[str]) -> None:

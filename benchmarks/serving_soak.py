@@ -343,8 +343,8 @@ def _counts(port: int) -> dict[str, int]:
         text = answer.read().decode()
     told = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
     return {
-        "reloads": int(told['hamlet_reloads_total{result="done"}']),
-        "reloads_failed": int(told['hamlet_reloads_total{result="failed"}']),
+        "reloads": int(float(told['hamlet_reloads_total{result="done"}'])),
+        "reloads_failed": int(float(told['hamlet_reloads_total{result="failed"}'])),
     }
 
 

@@ -342,8 +342,11 @@ def check_card(
     return card
 
 
-def _schema_difference(side: str, have: list[dict], want: list[dict]) -> str:
-    def show(entry: dict) -> str:
+Entry = dict[str, Any]  # of a schema: a tensor's name, dtype and shape
+
+
+def _schema_difference(side: str, have: list[Entry], want: list[Entry]) -> str:
+    def show(entry: Entry) -> str:
         return f"{entry.get('dtype')} [{', '.join(map(str, entry.get('shape', [])))}]"
 
     have_by_name = {entry["name"]: entry for entry in have}

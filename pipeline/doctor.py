@@ -26,10 +26,10 @@ EXTRAS = {
         *("torch", "tensordict", "onnx", "onnxscript", "dvc", "mlflow", "filelock", "psutil"),
         *("pyyaml", "pillow", "matplotlib", "scipy"),
     ],
-    "serve": ["uvicorn", "httptools", "orjson", "websockets"],
+    "serve": ["uvicorn", "httptools", "orjson", "websockets", "prometheus-client"],
     "dev": [
         *("pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "tritonclient", "schemathesis"),
-        *("stable-baselines3", "sb3-contrib"),
+        *("stable-baselines3", "sb3-contrib", "coverage"),
     ],
 }
 # y = x + x on two floats, ir 8, opset 13; written by onnx.helper.

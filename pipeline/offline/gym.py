@@ -38,7 +38,11 @@ def record(
     for episode in range(episodes):
         policy, seed = policies[episode % len(policies)], int(rng.integers(2**31))
         seen = [env.reset(seed=seed)[0]]
-        actions, rewards, ends, cuts, log_probs = [], [], [], [], []
+        actions: list[Any] = []
+        rewards: list[Any] = []
+        ends: list[Any] = []
+        cuts: list[Any] = []
+        log_probs: list[Any] = []
         while not (ends and (ends[-1] or cuts[-1])):
             odds = policy(seen[-1])
             action = int((np.log(rng.random()) < np.logaddexp.accumulate(odds)).argmax())

@@ -1,4 +1,8 @@
-"""What the server counts, in the text format of Prometheus."""
+"""What the server counts, told as Prometheus reads it.
+
+Counting is our own, since it is done in every tick: prometheus_client's histogram takes a lock at
+each value. It writes the text.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,17 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+)
+from prometheus_client.metrics_core import Metric
 
 SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 5.0)
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -24,14 +39,10 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
-    def lines(self, name: str, labels: str = "") -> Iterator[str]:
-        total = 0
-        for bound, count in zip((*self.bounds, "+Inf"), self.counts, strict=True):
-            total += count
-            yield f'{name}_bucket{{{labels}{"," if labels else ""}le="{bound}"}} {total}'
-        braces = f"{{{labels}}}" if labels else ""
-        yield f"{name}_sum{braces} {self.sum:.9g}"
-        yield f"{name}_count{braces} {total}"
+    def cumulative(self) -> list[tuple[str, float]]:
+        """(upper bound, how many values are at most that) of every bucket."""
+        bounds = [str(float(bound)) for bound in self.bounds]
+        return list(zip([*bounds, "+Inf"], accumulate(self.counts), strict=True))
 
 
 @dataclass
@@ -82,54 +93,53 @@ class Metrics:
             sessions: open sessions by version; queued: requests that wait; provider: of ONNX
             Runtime; version: the current one.
         """
+        registry = CollectorRegistry()
+        registry.register(Families(self.families(sessions, queued, provider, version)))
+        return generate_latest(registry).decode()
 
-        def counted(name: str, what: str, kind: str, values: Mapping[str, float]) -> Iterator[str]:
-            yield f"# HELP {name} {what}"
-            yield f"# TYPE {name} {kind}"
-            for labels, value in values.items():
-                yield f"{name}{{{labels}}} {value}" if labels else f"{name} {value}"
-
-        def labelled(key: str, values: Mapping[str, int] | Mapping[int, int]) -> dict[str, float]:
-            return {f'{key}="{label}"': value for label, value in values.items()}
-
-        lines = ["# HELP hamlet_seconds Time by stage.", "# TYPE hamlet_seconds histogram"]
+    def families(
+        self, sessions: Mapping[str, int], queued: int, provider: str, version: str
+    ) -> Iterator[Metric]:
+        seconds = HistogramMetricFamily("hamlet_seconds", "Time by stage.", labels=["stage"])
         for stage, histogram in self.seconds.items():
-            lines += histogram.lines("hamlet_seconds", f'stage="{stage}"')
-        lines += ["# HELP hamlet_batch_rows Rows per run.", "# TYPE hamlet_batch_rows histogram"]
-        lines += self.rows.lines("hamlet_batch_rows")
-        gauge, counter = "gauge", "counter"
-        lines += counted(
-            "hamlet_responses_total", "Responses by status.", counter,
-            labelled("status", self.responses),
-        )  # fmt: skip
-        lines += counted("hamlet_sessions", "Open sessions.", gauge, labelled("version", sessions))
-        lines += counted(
-            "hamlet_sessions_opened_total", "Sessions begun.", counter, {"": self.sessions_opened}
-        )
-        lines += counted(
-            "hamlet_sessions_closed_total", "Sessions ended, by reason.", counter,
-            labelled("reason", self.sessions_closed),
-        )  # fmt: skip
-        lines += counted("hamlet_queue", "Requests that wait for a batch.", gauge, {"": queued})
-        lines += counted(
-            "hamlet_pushed_back_total", "Requests refused because the queue was full.", counter,
-            {"": self.pushed_back},
-        )  # fmt: skip
-        lines += counted(
-            "hamlet_repeated_total", "Requests answered again by their id.", counter,
-            {"": self.repeated},
-        )  # fmt: skip
-        lines += counted(
-            "hamlet_late_total", "Requests whose deadline passed.", counter, {"": self.late}
-        )
-        lines += counted(
-            "hamlet_failed_runs_total", "Runs that ONNX Runtime refused.", counter,
-            {"": self.failed_runs},
-        )  # fmt: skip
-        lines += counted(
-            "hamlet_reloads_total", "New versions taken up, or not.", counter,
-            labelled("result", self.reloads),
-        )  # fmt: skip
-        info = f'provider="{provider}",version="{version}"'
-        lines += counted("hamlet_info", "What serves.", gauge, {info: 1})
-        return "\n".join([*lines, ""])
+            seconds.add_metric([stage], histogram.cumulative(), histogram.sum)
+        yield seconds
+        rows = self.rows.cumulative(), self.rows.sum
+        yield HistogramMetricFamily("hamlet_batch_rows", "Rows per run.", *rows)
+        yield by_label("responses", "Responses by status.", "status", self.responses)
+        open_ = GaugeMetricFamily("hamlet_sessions", "Open sessions.", labels=["version"])
+        for name, count in sessions.items():
+            open_.add_metric([name], count)
+        yield open_
+        yield GaugeMetricFamily("hamlet_queue", "Requests that wait for a batch.", queued)
+        for name, what, count in (
+            ("sessions_opened", "Sessions begun.", self.sessions_opened),
+            ("pushed_back", "Requests refused because the queue was full.", self.pushed_back),
+            ("repeated", "Requests answered again by their id.", self.repeated),
+            ("late", "Requests whose deadline passed.", self.late),
+            ("failed_runs", "Runs that ONNX Runtime refused.", self.failed_runs),
+        ):
+            yield CounterMetricFamily(f"hamlet_{name}", what, count)
+        closed = self.sessions_closed
+        yield by_label("sessions_closed", "Sessions ended, by reason.", "reason", closed)
+        yield by_label("reloads", "New versions taken up, or not.", "result", self.reloads)
+        serves = {"provider": provider, "version": version}
+        yield InfoMetricFamily("hamlet", "What serves.", serves)
+
+
+class Families:
+    """What prometheus_client asks for its metrics."""
+
+    def __init__(self, found: Iterator[Metric]) -> None:
+        self.found = found
+
+    def collect(self) -> Iterator[Metric]:
+        return self.found
+
+
+def by_label(name: str, what: str, label: str, counts: Mapping[Any, int]) -> CounterMetricFamily:
+    """A counter with a value for each value of one label."""
+    family = CounterMetricFamily(f"hamlet_{name}", what, labels=[label])
+    for value, count in counts.items():
+        family.add_metric([str(value)], count)
+    return family

@@ -66,7 +66,7 @@ def test_interleaved_lives_act_as_raw_onnxruntime(make, tmp_path):
         rows = server.ask("GET", "/metrics").body.decode()
     assert at == [ticks] * lives
     if told["batched"]:  # lives were in batches together
-        assert 'hamlet_batch_rows_bucket{le="1"} 20000' not in rows
+        assert 'hamlet_batch_rows_bucket{le="1.0"} 20000.0' not in rows
     if expected.dtype == np.int64:
         np.testing.assert_array_equal(got, expected)
         assert len(np.unique(expected)) > 1

@@ -124,14 +124,17 @@ def load(
             closed += 1
             end(connection)
 
+    def send(connection: Connection) -> None:
+        nonlocal sent
+        try:
+            connection.send()
+        except OSError:
+            broken(connection)
+        sent += 1
+
     while now < until and (ready or selector.get_map()):
         while ready and (rate is None or sent < rate * (now - began)):
-            connection = ready.popleft()
-            try:
-                connection.send()
-            except OSError:
-                broken(connection)
-            sent += 1
+            send(ready.popleft())
         for key, _ in selector.select(0.001 if ready else 1.0):
             connection = key.data
             try:
@@ -151,11 +154,7 @@ def load(
                 end(connection)
                 continue
             if rate is None:
-                try:
-                    connection.send()
-                except OSError:
-                    broken(connection)
-                sent += 1
+                send(connection)
             else:
                 ready.append(connection)
         now = time.perf_counter()

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from hamlet.artifacts import HamletError
 from hamlet.serving import protocol
 from hamlet.serving.errors import JSON, HTTPError, Reply
 from hamlet.serving.model import Field, Model
@@ -94,9 +93,10 @@ class About:
     async def _load(self, scope: Any, receive: Any, name: str) -> Reply:
         if name != self.engine.name:
             raise HTTPError(404, f"model {name[:60]!r} is not served: {self.engine.name!r} is")
-        raise HamletError(
-            "nothing is loaded or unloaded on request",
-            "put a new file where the served one is, or move the registry's alias",
+        raise HTTPError(
+            409,
+            "nothing is loaded or unloaded on request: put a new file where the served one is, or "
+            "move the registry's alias",
         )
 
     async def _models(self, scope: Any, receive: Any) -> Reply:

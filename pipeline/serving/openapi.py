@@ -9,6 +9,10 @@ from hamlet.serving.model import RNG_RANGE, Field, Model
 from hamlet.serving.protocol import MAX_NUMBER, MAX_TIMEOUT, NAME_PATTERN
 
 Schema = dict[str, Any]
+# Writers of JSON differ: null is absent, 0 and 1 are false and true.
+_OR_NULL: Schema = {"type": ["string", "null"]}
+_FLAG: Schema = {"enum": [True, False, 0, 1, None]}
+_OFF: Schema = {"enum": [False, 0, None]}
 _BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
 
@@ -92,7 +96,7 @@ def document(model: Model) -> Schema:
             f"/v2/repository/models/{name}/{what}": {
                 "post": {
                     "summary": f"To {what} on request: refused, a new file is taken up by itself",
-                    "responses": _responses({}, "400", "404"),
+                    "responses": _responses({}, "404", "409"),
                 }
             }
             for what in ("load", "unload")
@@ -170,7 +174,7 @@ def _responses(good: Schema, *errors: str) -> Schema:
         "404": "No such session, version or path.",
         "405": "Another method is meant.",
         "408": "The body did not come in time.",
-        "409": "The session is open already, or on another version.",
+        "409": "The session is open already, or on another version; nothing is loaded on request.",
         "413": "The body is too large.",
         "415": "Content-Encoding is not supported.",
         "429": "Too many sessions or requests, or no turn in time; Retry-After says when.",
@@ -230,32 +234,29 @@ def _request(model: Model) -> Schema:
         "type": "object",
         "required": ["inputs"],
         "properties": {
-            "id": {"type": "string"},
+            "id": _OR_NULL,
             "parameters": {
-                "type": "object",
-                "dependentRequired": {
-                    "sequence_start": ["sequence_id"],
-                    "sequence_end": ["sequence_id"],
-                },
+                "type": ["object", "null"],
+                "anyOf": [
+                    {"required": ["sequence_id"], "properties": {"sequence_id": _name(0)}},
+                    {"properties": {"sequence_start": _OFF, "sequence_end": _OFF}},
+                ],
                 "properties": {
                     "sequence_id": {
                         "description": "Name of the session; without it, the client keeps state.",
-                        "anyOf": [
-                            {"type": "integer", "minimum": 1, "maximum": MAX_NUMBER},
-                            {"type": "string", "pattern": NAME_PATTERN},
-                        ],
+                        "anyOf": [_name(0), {"type": "null"}],
                     },
-                    "sequence_start": {"type": "boolean", "description": "Begin it."},
-                    "sequence_end": {"type": "boolean", "description": "End it after this tick."},
-                    "binary_data_output": {"const": False},
+                    "sequence_start": {"description": "Begin it.", **_FLAG},
+                    "sequence_end": {"description": "End it after this tick.", **_FLAG},
+                    "binary_data_output": _OFF,
                     "timeout": {
-                        "type": "integer",
+                        "type": ["integer", "null"],
                         "description": "Microseconds in which its turn must come.",
-                        "minimum": 1,
+                        "minimum": 0,
                         "maximum": MAX_TIMEOUT,
                     },
                     "seed": {
-                        "type": "integer",
+                        "type": ["integer", "null"],
                         "description": "Random numbers of a new session.",
                         "minimum": 0,
                         "maximum": RNG_RANGE - 1,
@@ -271,7 +272,7 @@ def _request(model: Model) -> Schema:
             },
             "outputs": {
                 "description": "What to return; default: everything.",
-                "type": "array",
+                "type": ["array", "null"],
                 "items": {
                     "type": "object",
                     "required": ["name"],
@@ -280,6 +281,15 @@ def _request(model: Model) -> Schema:
             },
         },
     }
+
+
+def _name(least: int) -> Schema:
+    """Of a session; 0 and "" are none."""
+    names: list[Schema] = [
+        {"type": "integer", "minimum": least, "maximum": MAX_NUMBER},
+        {"type": "string", "pattern": NAME_PATTERN},
+    ]
+    return {"anyOf": names if least else [*names, {"const": ""}]}
 
 
 def _tensor(field: Field, mask: str | None) -> Schema:
@@ -324,25 +334,29 @@ def _act(model: Model) -> Schema:
     return {
         "type": "object",
         "required": ["observation"],
-        "not": {"required": ["session", "seed"], "properties": {"start": {"enum": [False, 0]}}},
+        "not": {
+            "required": ["session", "seed"],
+            "properties": {
+                "session": {"type": ["integer", "string"]},
+                "seed": {"type": "integer"},
+                "start": _OFF,
+            },
+        },
         "additionalProperties": False,
         "properties": {
             "session": {
                 "description": "As the first answer named it; without it, a new session begins.",
-                "anyOf": [
-                    {"type": "integer", "minimum": 1, "maximum": MAX_NUMBER},
-                    {"type": "string", "pattern": NAME_PATTERN},
-                ],
+                "anyOf": [_name(1), {"type": "null"}],
             },
             "seed": {
                 "description": "Random numbers of a new session.",
-                "type": "integer",
+                "type": ["integer", "null"],
                 "minimum": 0,
                 "maximum": RNG_RANGE - 1,
             },
-            "start": {"type": "boolean", "description": "Begin the session named."},
-            "end": {"type": "boolean", "description": "End the session after this tick."},
-            "id": {"type": "string", "description": "Asked again with it, it is no second tick."},
+            "start": {"description": "Begin the session named.", **_FLAG},
+            "end": {"description": "End the session after this tick.", **_FLAG},
+            "id": {"description": "Asked again with it, it is no second tick.", **_OR_NULL},
             "observation": {
                 "type": "object",
                 "required": [f.name for f in fields],

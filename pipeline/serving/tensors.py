@@ -224,8 +224,13 @@ def _as_meant(field: Field, data: list[Any], found: set[type]) -> list[Any]:
     if field.dtype == "bool":
         return [bool(x) if x in (0, 1) else x for x in data]
     if bool not in found:
-        return [int(x) if x == x // 1 else x for x in data]
+        return [int(x) if type(x) is float and _is_exact(x) else x for x in data]
     return data
+
+
+def _is_exact(x: float) -> bool:
+    """Whether it is the whole number that was sent: a larger one may have been rounded."""
+    return x.is_integer() and abs(x) <= 2**53
 
 
 def _flatten(field: Field, data: list[Any], shape: tuple[int, ...]) -> list[Any]:

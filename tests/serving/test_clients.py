@@ -82,6 +82,8 @@ def test_a_mark_of_byte_order_is_no_part_of_the_json(pilot, rows, expected):
         ("level", [True, False]),
         ("level", [0.5, 1]),
         ("level", [None, 1]),
+        ("level", [-(2**63) - 1, 0]),
+        ("level", [1e300, 0]),
         ("obs", [True] * OBS),
     ],
 )

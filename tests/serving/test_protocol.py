@@ -244,7 +244,8 @@ def test_fuzzing_finds_nothing(agent, tmp_path):
         command = [
             sys.executable, "-m", "schemathesis.cli", "run",
             f"http://127.0.0.1:{server.port}/openapi.json", "--checks", "all",
-            "--max-examples", "60", "--seed", "1", "--no-color", "--workers", "2",
+            "--max-examples", "60", "--seed", "1", "--no-color", "--workers", "1",
+            "--exclude-method", "PUT",  # a session's bytes, which no schema describes
         ]  # fmt: skip
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

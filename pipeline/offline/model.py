@@ -87,6 +87,9 @@ class LogPolicy(nn.Module):
 
 
 class _Encoder(nn.Module):
+    mean: Tensor
+    std: Tensor
+
     def __init__(self, field: Field, statistics: Any, hidden: int) -> None:
         super().__init__()
         self.kind, self.codes = field.kind, field.count

@@ -182,7 +182,8 @@ class _There:
         asked |= {} if self.begun else {"start": True, "seed": self.seed}
         answer = json.loads(self._ask("POST", "/act?thoughts=1", json.dumps(asked).encode()))
         self.begun = True
-        return answer["thoughts"]
+        thoughts: dict[str, Any] = answer["thoughts"]
+        return thoughts
 
     def close(self) -> None:
         begun, self.begun = self.begun, False

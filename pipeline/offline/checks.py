@@ -84,7 +84,7 @@ class Checker:
         for name, one in self.schema.fields.items():
             x = arrays[f"field.{name}"]
             x = x.reshape(len(x), -1)
-            wrong = ((x < 0) | (x >= one.count)) if one.count else ~np.isfinite(x)
+            wrong = np.asarray((x < 0) | (x >= one.count) if one.count else ~np.isfinite(x))
             allowed_range = f"codes 0 to {one.count - 1}" if one.count else "finite numbers"
             tell(
                 wrong.any(1),
@@ -152,4 +152,4 @@ class _Teller:
 
     def __call__(self, wrong: np.ndarray, what: Callable[[int], str], fix: str) -> None:
         for i in np.flatnonzero(wrong):
-            self.report(HamletError(f"{self.file}, row {self.offset + i}: {what(i)}", fix))
+            self.report(HamletError(f"{self.file}, row {self.offset + i}: {what(int(i))}", fix))

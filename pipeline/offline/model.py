@@ -28,6 +28,8 @@ class LogPolicy(nn.Module):
         scale: size of the returns; the value's network gives parts of it.
     """
 
+    scale: Tensor
+
     def __init__(
         self,
         schema: Schema,

@@ -142,7 +142,8 @@ def test_other_models_of_the_registry(registry, prover, tmp_path):
 
     file, asked = prover
     with tracking.stage_run("register") as run:
-        candidate = register.Candidate(tracking.PROVER_MODEL, file, check_card(file), {}, [])
+        card, named = check_card(file), tracking.PROVER_MODEL
+        candidate = register.Candidate(named, file, card, {}, [], cases)
         register.log_model(run, candidate)
     registry.set_registered_model_alias(tracking.PROVER_MODEL, "champion", "1")
     with Served(f"models:/{tracking.PROVER_MODEL}@champion", env=environment()) as server:

@@ -138,12 +138,14 @@ def test_other_models_of_the_registry(registry, prover, tmp_path):
     from policies import HIDDEN, OBS, by_raw_onnxruntime, hand_made_gru
 
     from hamlet import tracking
+    from hamlet.registry import Cases
     from stages import register
 
     file, asked = prover
     with tracking.stage_run("register") as run:
+        assert run.flush(60)
         card, named = check_card(file), tracking.PROVER_MODEL
-        candidate = register.Candidate(named, file, card, {}, [], cases)
+        candidate = register.Candidate(named, file, card, {}, [], Cases("mrr", "", []))
         register.log_model(run, candidate)
     registry.set_registered_model_alias(tracking.PROVER_MODEL, "champion", "1")
     with Served(f"models:/{tracking.PROVER_MODEL}@champion", env=environment()) as server:

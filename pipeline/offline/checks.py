@@ -84,10 +84,10 @@ class Checker:
         for name, one in self.schema.fields.items():
             x = arrays[f"field.{name}"]
             x = x.reshape(len(x), -1)
-            wrong = np.asarray((x < 0) | (x >= one.count) if one.count else ~np.isfinite(x))
+            wrong = ((x < 0) | (x >= one.count)) if one.count else ~np.isfinite(x)
             allowed_range = f"codes 0 to {one.count - 1}" if one.count else "finite numbers"
             tell(
-                wrong.any(1),
+                np.asarray(wrong.any(1)),
                 lambda i, x=x, wrong=wrong, name=name: (
                     f"field `{name}` holds {x[i][wrong[i]][0]:g}"
                 ),

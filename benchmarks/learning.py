@@ -152,7 +152,7 @@ class Sizes(NamedTuple):
     """How much is measured: iterations of each training, seconds of each tick, rounds."""
 
     small: bool
-    count: int
+    iterations: int
     seconds: float
     rounds: int
 
@@ -178,7 +178,7 @@ def end_to_end(setting: Setting, fast: Precision, sizes: Sizes) -> dict[str, Any
                 name += f"_{worlds}" if worlds != policy.worlds else ""
                 torch._dynamo.reset()
                 with compiling_in(cold) if name == best else nullcontext():
-                    row = learning(setting, compile, precision, sizes.count, worlds)
+                    row = learning(setting, compile, precision, sizes.iterations, worlds)
                 rows.setdefault(name, []).append(row)
                 print(f"  {name:24} {row['agent_steps_per_s']:9,.0f} agent-steps/s", flush=True)
             for name, seen in others.items():

@@ -197,13 +197,14 @@ def _register(path: Path, run: StageRun, judged: dict[str, Any]) -> int:
     """Register the file under its own name and make it champion; returns its version."""
     from hamlet import tracking
     from hamlet.artifacts import check_card
+    from hamlet.registry import Cases, give_alias
     from stages.register import Candidate, log_model
 
     card = check_card(path)
     client = tracking.client()
     with tracking.tracking_lock():
-        number = log_model(run, Candidate(MODEL, path, card, judged, []))
-        client.set_registered_model_alias(MODEL, tracking.CHAMPION, str(number))
+        number = log_model(run, Candidate(MODEL, path, card, judged, [], Cases("", "", [])))
+        give_alias(client, MODEL, number)
     return number
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -88,9 +89,7 @@ class Checker:
             allowed_range = f"codes 0 to {one.count - 1}" if one.count else "finite numbers"
             tell(
                 np.asarray(wrong.any(1)),
-                lambda i, x=x, wrong=wrong, name=name: (
-                    f"field `{name}` holds {x[i][wrong[i]][0]:g}"
-                ),
+                partial(_first_wrong, name, x, wrong),
                 f"it must hold {allowed_range}",
             )
 
@@ -153,3 +152,7 @@ class _Teller:
     def __call__(self, wrong: np.ndarray, what: Callable[[int], str], fix: str) -> None:
         for i in np.flatnonzero(wrong):
             self.report(HamletError(f"{self.file}, row {self.offset + i}: {what(int(i))}", fix))
+
+
+def _first_wrong(name: str, values: np.ndarray, wrong: np.ndarray, row: int) -> str:
+    return f"field `{name}` holds {values[row][wrong[row]][0]:g}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ def record(
     env: Any,
     name: str,
     episodes: int,
-    policies: LogProbs | list[LogProbs],
+    policies: LogProbs | Sequence[LogProbs],
     rng: np.random.Generator,
 ) -> Path:
     """Play `episodes` and keep them as the Minari data set `name`; returns its folder.
@@ -33,7 +33,7 @@ def record(
     from minari.data_collector import EpisodeBuffer
     from minari.storage import get_dataset_path
 
-    policies = policies if isinstance(policies, list) else [policies]
+    policies = [policies] if callable(policies) else policies
     buffers = []
     for episode in range(episodes):
         policy, seed = policies[episode % len(policies)], int(rng.integers(2**31))

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 REGIONS = (
-    "rollout", "environment", "expert", "co_players", "perception", "social", "imagination",
-    "policy", "loss", "optimizer", "data",
+    # "sense" is perception and the social model in one call.
+    "rollout", "environment", "expert", "co_players", "perception", "social", "sense",
+    "imagination", "policy", "loss", "optimizer", "data",
 )  # fmt: skip
 
 

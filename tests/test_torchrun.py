@@ -206,9 +206,10 @@ def test_what_ranks_cannot_do_is_one_line(copy, stage, change, told):
     before = json.loads((copy.artifacts / "metrics" / f"{stage}.json").read_text())
     done = copy.run(*torchrun("-m", f"stages.{stage}"), check=False)
     assert done.returncode != 0
-    lines = [line for line in done.stderr.splitlines() if line.startswith(f"{stage} (rank 0): ")]
-    assert len(lines) == 1, done.stderr
-    assert re.search(told, lines[0]), lines[0]
+    # One line of each rank; torchrun may end the other before it has come so far.
+    lines = [line for line in done.stderr.splitlines() if line.startswith(f"{stage} (rank ")]
+    assert 1 <= len(lines) <= 2, done.stderr
+    assert all(re.search(told, line) for line in lines), lines
     assert json.loads((copy.artifacts / "metrics" / f"{stage}.json").read_text()) == before
 
 
@@ -222,7 +223,7 @@ def test_what_goes_wrong_under_stages_ranks_is_told_without_torchruns_page(copy)
 
     done = copy.run(*RANKS[:-1], "0", "social", check=False)
     assert done.returncode == 2
-    assert "count is 0: ask for one process or more" in done.stderr
+    assert "count: 0: ask for one process or more" in done.stderr
 
     (copy.artifacts / "perception.pt2").unlink()
     done = copy.run(*RANKS, "social", check=False)

@@ -196,7 +196,7 @@ class Mind(nn.Module):
         if self.fused_sense is None:
             belief, _, social, f = self.sense(obs, state)
             return f, belief.log_std, belief.recurrent_state, social
-        with region("perception"):
+        with region("sense"):
             mean, log_std, rivals, ahead, belief_state, social = self.fused_sense(obs, state)
         places, goals = self.policy.places, rivals.shape[-1]
         pursued = torch.where(state.goal_age > 0, state.goal, goals)

@@ -85,7 +85,10 @@ def other(agent, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def seen() -> list[dict[str, np.ndarray]]:
-    """What 32 agents see in 40 ticks of town life, agent by agent, without a batch."""
+    """What 32 agents see in 40 ticks of town life, agent by agent, without a batch.
+
+    With four digits, as `json_request` sends them: the same numbers however they are sent.
+    """
     import torch
 
     from hamlet.modules.contracts import RawObservation
@@ -96,7 +99,8 @@ def seen() -> list[dict[str, np.ndarray]]:
     world, ticks = town.reset(9, 8), []
     for _ in range(40):
         obs = town.observe(world)
-        ticks.append({n: obs[n].flatten(0, 1).numpy() for n in RawObservation._fields})
+        sensed = {n: obs[n].flatten(0, 1).numpy() for n in RawObservation._fields}
+        ticks.append({n: x.round(4) if x.dtype == np.float32 else x for n, x in sensed.items()})
         world = town.step_core(world, torch.randint(town.num_actions, (8, 4), generator=rng))
     return [
         {n: np.ascontiguousarray(x[slot]) for n, x in tick.items()}

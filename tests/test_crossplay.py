@@ -58,7 +58,7 @@ def test_the_tiny_pipelines_agents_meet(copy, tmp_path, capsys, monkeypatch):
     params.write_text(params.read_text().replace("seed: 7", "seed: 8"))
     assert main([str(copy.path), str(other), "--worlds", "2"]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    kept = json.loads((tmp_path / "results" / "l4_contention.json").read_text())
+    kept = json.loads((tmp_path / "results" / "brief.json").read_text())
     assert set(told["focal"]) == {"seed 7", "seed 8", "expert", "rest"}
     assert kept["strangers_minus_own_kind"]["mean"] == 0  # they are of the same weights
     with pytest.raises(HamletError, match="a second agent of seed 7"):

@@ -57,9 +57,9 @@ def test_a_checkout_without_a_run_is_named(tmp_path):
 def test_the_tiny_pipelines_run_is_taken_in(copy):
     done = copy.run("python", "-m", "benchmarks.seeds")
     results = copy.path / "benchmarks" / "results"
-    kept = json.loads((results / "seeds" / "l4_contention-7.json").read_text())
+    kept = json.loads((results / "seeds" / "brief-7.json").read_text())
     measured = json.loads((copy.artifacts / "metrics" / "evaluate.json").read_text())
     assert kept["evaluate"]["mean_return"] == measured["mean_return"]
     assert kept["evaluate"]["expert_return"] == measured["scores"]["expert"]["mean_return"]
-    assert "## l4_contention" in done.stdout
+    assert "## brief" in done.stdout
     assert done.stdout.strip() == (results / "seeds.md").read_text().strip()

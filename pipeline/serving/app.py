@@ -158,7 +158,7 @@ class App:
             elif name == b"inference-header-content-length":
                 header_length = value
             elif name == b"content-encoding":
-                encoding = value.strip().lower()
+                encoding = value.strip().lower().removeprefix(b"x-")
                 if encoding not in (b"identity", b"gzip", b"deflate"):
                     raise HTTPError(415, "Content-Encoding may be gzip, deflate or identity")
         if declared > (MAX_BODY if expects else MAX_IGNORED):

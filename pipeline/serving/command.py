@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -117,7 +118,7 @@ def card(
     """
     from hamlet.artifacts import card_path, write_card
     from hamlet.ort import open_unchecked
-    from hamlet.serving.signature import card_of
+    from hamlet.serving.signature import card_of, maybe_state
 
     if not policy.is_file():
         raise HamletError(f"{policy} is missing", "name an ONNX file")
@@ -127,3 +128,5 @@ def card(
     made = card_of(session, str(policy), _pairs(state), action)
     write_card(policy, "policy", made["schema"], extra={"policy": made["policy"]})
     print(f"{card_path(policy)} written: {json.dumps(made['policy'])}")
+    if (told := maybe_state(made)) is not None:
+        print(f"{policy}: {told}", file=sys.stderr)

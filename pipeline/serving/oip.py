@@ -3,6 +3,7 @@
 The classes are made from the tables below, which are the standard's `.proto` in short: no code is
 generated, so any protobuf reads them, and they may stand in one process with another library's.
 `uint64_param` and `double_param` are Triton's, and so are the two fields of a stream's answer.
+The question of health is gRPC's own (`grpc.health.v1`), as Kubernetes' probes ask it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ METHODS = {  # name: request, answer
     "ModelInfer": ("ModelInferRequest", "ModelInferResponse"),
 }
 STREAM = ("ModelStreamInfer", "ModelInferRequest", "ModelStreamInferResponse")
+HEALTH = "grpc.health.v1.Health"
+SERVING, NOT_SERVING = 1, 2
 
 # "name number type": `*` repeated, `{T}` a map from string to message T.
 _MODEL = "name 1 string; version 2 string"
@@ -63,6 +66,8 @@ _MESSAGES = {
     ),
     "ModelInferResponse.InferOutputTensor": f"{_TENSOR}; contents 5 InferTensorContents",
     "ModelStreamInferResponse": "error_message 1 string; infer_response 2 ModelInferResponse",
+    "HealthCheckRequest": "service 1 string",
+    "HealthCheckResponse": "status 1 int32",  # an enum, which is sent as a number
 }
 _ONEOF = {"InferParameter": "parameter_choice"}  # all of its fields
 

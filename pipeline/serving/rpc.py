@@ -21,7 +21,15 @@ from hamlet.serving.about import EXTENSIONS
 from hamlet.serving.app import App
 from hamlet.serving.errors import HTTPError
 from hamlet.serving.headers import authorize
-from hamlet.serving.oip import MESSAGES, METHODS, SERVICE, STREAM
+from hamlet.serving.oip import (
+    HEALTH,
+    MESSAGES,
+    METHODS,
+    NOT_SERVING,
+    SERVICE,
+    SERVING,
+    STREAM,
+)
 from hamlet.serving.stream import Life, answered
 
 MAX_MESSAGE = 1 << 20  # bytes, as of a body over HTTP
@@ -53,7 +61,8 @@ async def start(app: App, host: str, port: int) -> tuple[grpc.aio.Server, int]:
             ("grpc.so_reuseport", 0),
         ]
     )
-    server.add_generic_rpc_handlers([Service(app).handler()])
+    service = Service(app)
+    server.add_generic_rpc_handlers([service.handler(), service.health()])
     try:
         taken = server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
     except RuntimeError:
@@ -95,6 +104,14 @@ class Service:
         )
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
+    def health(self) -> grpc.GenericRpcHandler:
+        check = grpc.unary_unary_rpc_method_handler(
+            self._told(self._health, open_to_all=True),
+            MESSAGES["HealthCheckRequest"].FromString,
+            MESSAGES["HealthCheckResponse"].SerializeToString,
+        )
+        return grpc.method_handlers_generic_handler(HEALTH, {"Check": check})
+
     def _told(self, method: Any, open_to_all: bool) -> Any:
         """A method whose errors reach the client as gRPC's codes, in one line."""
 
@@ -129,6 +146,12 @@ class Service:
 
     async def _ready(self, request: Any) -> Any:
         return MESSAGES["ServerReadyResponse"](ready=self.app.is_ready())
+
+    async def _health(self, request: Any) -> Any:
+        if request.service not in ("", SERVICE):
+            raise HTTPError(404, f"no service is called {request.service!r:.80}: {SERVICE} is")
+        status = SERVING if self.app.is_ready() else NOT_SERVING
+        return MESSAGES["HealthCheckResponse"](status=status)
 
     async def _model_ready(self, request: Any) -> Any:
         self.app.model_named(request.name, request.version or None)

@@ -23,6 +23,7 @@ from hamlet.serving.engine import Engine
 from hamlet.serving.headers import MAX_BODY
 from hamlet.serving.metrics import Metrics
 from hamlet.serving.saved import StateFile
+from hamlet.serving.signature import maybe_state
 from hamlet.serving.source import FileSource, Source
 
 try:
@@ -254,6 +255,8 @@ class Watch:
             action=model.action,
             batched=signature.batched,
         )
+        if (told := maybe_state(model.agent.card)) is not None:
+            log("warning", text=told)
 
 
 def raise_file_limit() -> None:

@@ -30,11 +30,14 @@ DATATYPES = {
 TYPES = {f"tensor({name})": name for name in DATATYPES} | {
     "tensor(float)": "float32", "tensor(double)": "float64",
 }  # fmt: skip
-# Names of a state's input, and what its output is then called.
+# Names of a state's input, in small letters and with _ for other signs, and what its output is then
+# called.
 _PAIRS = (
     (r"state_(.+)", ("next_{}", "next_state_{}")),
+    (r"(.+_)?in_(.+)", ("{}out_{}",)),
+    (r"(.+)_ins", ("{}_outs",)),
+    (r"past_(.+)", ("present_{}",)),
     (r"(.+)_in", ("{}_out", "{}", "next_{}", "new_{}")),
-    (r"in_(.+)", ("out_{}",)),
     (r"(.+)_input", ("{}_output",)),
     (r"input_(.+)", ("output_{}",)),
     (r"(.+)_(?:prev|previous|old)", ("{}_next", "{}_new", "{}")),
@@ -343,18 +346,26 @@ def _pairs_by_name(
     inputs: Sequence[Mapping[str, Any]], outputs: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, str]:
     """Inputs whose next value is an output, by what they are called."""
-    lower = {name.lower(): name for name in outputs}
+    plain = {_plain(name): name for name in outputs}
     pairs: dict[str, str] = {}
     for entry in inputs:
         if _NO_STATE.fullmatch(entry["name"]):
             continue
-        following = _following(entry["name"].lower(), lower)
+        following = _following(_plain(entry["name"]), plain)
         if following is None or following in pairs.values():
             continue
-        other = outputs[following]
-        if (other["dtype"], other["shape"]) == (entry["dtype"], entry["shape"]):
+        if _alike(entry, outputs[following]):
             pairs[entry["name"]] = following
     return pairs
+
+
+def _plain(name: str) -> str:
+    """`lstm.hiddenIn` as `lstm_hidden_in`."""
+    return re.sub(r"\W", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)).lower()
+
+
+def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return (one["dtype"], one["shape"]) == (other["dtype"], other["shape"])
 
 
 def _following(name: str, outputs: Mapping[str, str]) -> str | None:
@@ -363,7 +374,23 @@ def _following(name: str, outputs: Mapping[str, str]) -> str | None:
         if found is None:
             continue
         for form in called:
-            following = form.format(found.group(1))
+            following = form.format(*(part or "" for part in found.groups()))
             if following in outputs:
                 return outputs[following]
+    return None
+
+
+def maybe_state(card: Mapping[str, Any]) -> str | None:
+    """What to say of a policy without a state that has an output like one of its inputs."""
+    policy, schema = card.get("policy"), card["schema"]
+    if policy is None or policy["states"]:
+        return None
+    for entry in schema["inputs"]:
+        for other in schema["outputs"]:
+            if other["name"] != policy["action"] and _alike(entry, other):
+                pair = f"{entry['name']}={other['name']}"
+                return (
+                    f"'{entry['name']}' and '{other['name']}' are of one type and shape: if they "
+                    f"are the memory, say so by --state {pair}; as it is, nothing is remembered"
+                )
     return None

@@ -205,7 +205,11 @@ def test_a_packed_body(server, agent, seen, witness):
     """gzip and deflate as clients send them; a bomb, nonsense and half of one are refused."""
     plain = json.dumps(body(seen[0], sequence_end=True, seed=4)).encode()
     expected = lives_by_raw_onnxruntime(agent, [[seen[0]]], [4])[0, 0]
-    for encoding, packed in (("gzip", gzip.compress(plain)), ("deflate", zlib.compress(plain))):
+    for encoding, packed in (
+        ("gzip", gzip.compress(plain)),
+        ("x-gzip", gzip.compress(plain)),
+        ("deflate", zlib.compress(plain)),
+    ):
         assert server.ask("POST", INFER, packed, content_encoding=encoding).action == expected
     bomb = gzip.compress(b" " * (64 * MAX_BODY))
     for packed, status, told in (

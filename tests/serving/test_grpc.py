@@ -69,6 +69,8 @@ def described(message) -> dict:
 
 def test_the_messages_are_the_standard_s():
     for name, made in MESSAGES.items():
+        if name.startswith("HealthCheck"):  # gRPC's own, below
+            continue
         assert described(made.DESCRIPTOR) == described(getattr(service_pb2, name).DESCRIPTOR), name
     theirs = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
     assert theirs.full_name == SERVICE
@@ -96,6 +98,16 @@ def test_what_a_client_asks_about_the_server(server, client):
         client.get_model_metadata("other")
     with pytest.raises(InferenceServerException, match="NOT_FOUND"):
         client.get_model_metadata(NAME, "no such version")
+
+
+def test_a_probe_asks_for_health_as_kubernetes_does(server):
+    """`grpc.health.v1.Health/Check`, by its bytes: a name in field 1, SERVING (1) in field 1."""
+    with grpc.insecure_channel(address(server)) as channel:
+        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        assert check(b"", timeout=10) == b"\x08\x01"
+        assert check(b"\x0a" + bytes([len(SERVICE)]) + SERVICE.encode(), timeout=10) == b"\x08\x01"
+        with pytest.raises(grpc.RpcError, match=r"NOT_FOUND[\s\S]*no service is called 'other'"):
+            check(b"\x0a\x05other", timeout=10)
 
 
 def test_sequences_interleaved_and_shared_with_http(server, client, known):

@@ -1,0 +1,251 @@
+"""{repro, exp run, --temp, queue} x {default store, relative URI, server, dead server}.
+
+Under the real DVC and a real `mlflow server`: every run is found under one parent, and a server
+that is down takes no time. The stages do nothing but what every stage does around its work.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from copied_repo import ROOT, Repo
+from mlflow.tracking import MlflowClient
+
+from hamlet.tracking import store
+
+pytestmark = pytest.mark.slow
+
+STORES = ["default", "relative", "dead", "server"]
+MODES = ["repro", "exp run", "temp", "queue"]
+HEAD_ROOM = 10.0  # seconds, of a machine that does other things too
+WORK = """
+import os, sys
+from pathlib import Path
+from stages.common import cores, stage
+from hamlet.tracking import stage_run
+name = sys.argv[1]
+def work(run, params):
+    for step in range(50):
+        run.metrics({"x": params.seed + step}, step)
+    run.tag("mode", os.environ["MODE"])
+    run.tag("cores", cores())
+    Path(name).write_text(str(params.seed))
+if name == "one":
+    with stage(name) as s:
+        work(s.run, s.params)
+else:
+    from hamlet.params import load_params
+    params = load_params()
+    with stage_run(name, params) as run:
+        work(run, params)
+"""
+PIPELINE = """
+stages:
+  one:
+    cmd: python work.py one
+    deps: [work.py]
+    params: [seed]
+    outs: [one, artifacts/runs/one.json]
+  two:
+    cmd: python work.py two
+    deps: [work.py, one]
+    params: [seed]
+    outs: [two, artifacts/runs/two.json]
+"""
+
+
+class Case(NamedTuple):
+    """A repository whose stages were run in every mode against one store.
+
+    Attributes:
+        uri: where the runs should be.
+        seconds: of each mode.
+        said: stderr of `dvc repro`.
+    """
+
+    repo: Repo
+    uri: str
+    seconds: dict[str, float]
+    said: str
+
+
+def small_repo(path: Path, port: int, store_name: str) -> tuple[Repo, str]:
+    """A repository of two stages, and the URI at which its runs should be found."""
+    path.mkdir()
+    repo = Repo(path)
+    repo.env["PYTHONPATH"] = str(ROOT)
+    given, expected = {
+        "default": (None, f"sqlite:///{path / 'mlflow.db'}"),
+        "relative": ("sqlite:///kept/runs.db", f"sqlite:///{path / 'kept/runs.db'}"),
+    }.get(store_name, (f"http://127.0.0.1:{port}",) * 2)
+    if given:
+        repo.env["MLFLOW_TRACKING_URI"] = given
+    repo.env["MLFLOW_EXPERIMENT_NAME"] = store_name
+    (path / "kept").mkdir()
+    (path / "work.py").write_text(WORK)
+    (path / "dvc.yaml").write_text(PIPELINE)
+    (path / ".gitignore").write_text("/mlflow.db*\n/kept\n/artifacts\n/checkpoints\n/one\n/two\n")
+    shutil.copy(ROOT / "params.yaml", path)
+    repo.run("git", "init", "-q")
+    repo.run("git", "config", "user.email", "t@t")
+    repo.run("git", "config", "user.name", "t")
+    repo.run("dvc", "init", "-q")
+    return repo, expected
+
+
+def queue(repo: Repo) -> None:
+    """Two experiments by two workers, until both are done."""
+    for seed in (14, 15):
+        name = f"queued-{seed}"
+        repo.run("dvc", "exp", "run", "-q", "--queue", "--name", name, "-S", f"seed={seed}")
+    repo.run("dvc", "queue", "start", "-q", "-j", "2")
+    until = time.monotonic() + 180
+    try:
+        while (status := repo.run("dvc", "queue", "status").stdout).count("Success") < 2:
+            assert "Failed" not in status
+            assert time.monotonic() < until, status
+            time.sleep(1)
+    finally:
+        repo.run("dvc", "queue", "stop", "--kill", check=False)
+
+
+def run_modes(repo: Repo) -> tuple[dict[str, float], str]:
+    """Every mode once; seconds of each, and what `dvc repro` said."""
+    seconds, said = {}, ""
+
+    def timed(mode: str, work: Callable[[], Any]) -> Any:
+        repo.env["MODE"] = mode
+        began = time.monotonic()
+        done = work()
+        seconds[mode] = time.monotonic() - began
+        return done
+
+    said = timed("repro", lambda: repo.run("dvc", "repro")).stderr
+    repo.run("git", "add", "-A")
+    repo.run("git", "commit", "-qm", "one")
+    experiment = ("dvc", "exp", "run", "-q")
+    timed("exp run", lambda: repo.run(*experiment, "--name", "in-place", "-S", "seed=12"))
+    repo.run("git", "reset", "-q", "--hard")
+    timed("temp", lambda: repo.run(*experiment, "--temp", "--name", "beside", "-S", "seed=13"))
+    timed("queue", lambda: queue(repo))
+    return seconds, said
+
+
+@contextmanager
+def server(port: int, folder: Path) -> Iterator[None]:
+    """A real one, until the block ends."""
+    folder.mkdir()
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{folder / 'server.db'}"]
+    command += ["--artifacts-destination", str(folder / "files")]
+    with (folder / "server.log").open("w") as log:
+        process = subprocess.Popen(
+            command, cwd=folder, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        until = time.monotonic() + 120
+        while store.unusable(f"http://127.0.0.1:{port}"):
+            assert process.poll() is None, (folder / "server.log").read_text()
+            assert time.monotonic() < until
+            time.sleep(0.2)
+        yield
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory) -> Iterator[dict[str, Case]]:
+    """All of the matrix. The dead server is back at the end, and one more stage sees that."""
+    folder = tmp_path_factory.mktemp("matrix")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    found = {}
+    for name in STORES[:3]:
+        repo, uri = small_repo(folder / name, port, name)
+        found[name] = Case(repo, uri, *run_modes(repo))
+    dead = found["dead"].repo
+    with server(port, folder / "served"):
+        repo, uri = small_repo(folder / "server", port, "server")
+        found["server"] = Case(repo, uri, *run_modes(repo))
+        dead.env["MODE"] = "later"
+        dead.run("dvc", "repro", "--force", "--single-item", "two")
+        yield found
+
+
+def executions(case: Case, experiment: str) -> list[tuple[Any, dict[str, Any]]]:
+    """Each parent run, with its stages' runs."""
+    client = MlflowClient(case.uri)
+    known = client.get_experiment_by_name(experiment)
+    runs = client.search_runs([known.experiment_id], max_results=1000)
+    parents = [run for run in runs if "hamlet.execution" in run.data.tags]
+    assert len(runs) - len(parents) == sum(
+        run.data.tags.get("mlflow.parentRunId") in {p.info.run_id for p in parents} for run in runs
+    )
+    found = []
+    for parent in parents:
+        own = [r for r in runs if r.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
+        stages = {run.data.tags["hamlet.stage"]: run for run in own}
+        assert len(stages) == len(own)
+        found.append((parent, stages))
+    return found
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_every_run_is_found_under_one_parent(cases, name):
+    found = [
+        (parent, stages)
+        for parent, stages in executions(cases[name], name)
+        if {run.data.tags["mode"] for run in stages.values()} != {"later"}
+    ]
+    modes = []
+    for parent, stages in found:
+        assert set(stages) == {"one", "two"}
+        (mode,) = {run.data.tags["mode"] for run in stages.values()}
+        modes.append(mode)
+        assert parent.info.status == "FINISHED"
+        for stage, run in stages.items():
+            assert run.info.status == "FINISHED"
+            assert run.data.params["seed"] == parent.data.params["seed"]
+            assert run.data.metrics["x"] == float(run.data.params["seed"]) + 49
+            assert parent.data.tags[f"hamlet.run.{stage}"] == run.info.run_id
+    assert sorted(modes) == sorted([*MODES, "queue"])
+    names = {parent.info.run_name for parent, _ in found}
+    assert {"in-place", "beside", "queued-14", "queued-15"} < names
+    queued = [s["one"] for (_, s), mode in zip(found, modes) if mode == "queue"]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    assert {int(run.data.tags["cores"]) for run in queued} <= {max(1, cores // 2), cores}
+    repo = cases[name].repo
+    assert [path.name for path in repo.path.rglob("*.db")] == {
+        "default": ["mlflow.db"], "relative": ["runs.db"]
+    }.get(name, [])  # fmt: skip
+    assert not list((repo.path / "mlflow.db.unsent").glob("*/")), "all of it was sent"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_store_makes_it_slow(cases, mode, capsys):
+    seconds = {name: case.seconds[mode] for name, case in cases.items()}
+    with capsys.disabled():
+        print(f"\n{mode}: " + ", ".join(f"{k} {v:.1f} s" for k, v in seconds.items()))
+    assert seconds["dead"] <= 1.5 * seconds["default"] + HEAD_ROOM
+
+
+def test_a_dead_server_is_one_line(cases):
+    lines = [line for line in cases["dead"].said.splitlines() if "warning" in line]
+    assert len(lines) == 2, "one of each stage"
+    for stage, line in zip(("one", "two"), lines):
+        assert "it does not answer" in line
+        assert f"{stage} goes on" in line
+    assert "warning" not in cases["server"].said

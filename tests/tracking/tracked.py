@@ -1,0 +1,52 @@
+"""What the tests of tracking ask MLflow, and how they start other processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from mlflow.entities import ViewType
+
+from hamlet import tracking
+
+ROOT = Path(__file__).parents[2]
+
+
+def runs(client, where="", view=ViewType.ACTIVE_ONLY):
+    experiment = client.get_experiment_by_name(tracking.EXPERIMENT)
+    return client.search_runs([experiment.experiment_id], where, view, max_results=1000)
+
+
+def parent_of(client, key):
+    (parent,) = runs(client, f"tags.`hamlet.execution` = '{key}'")
+    return parent
+
+
+def children_of(client, parent):
+    found = runs(client, f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
+    return {run.data.tags["hamlet.stage"]: run for run in found}
+
+
+def python(code, cwd, **env):
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+STAGE = """
+import sys, time
+from hamlet.tracking import stage_run
+with stage_run(sys.argv[1] if len(sys.argv) > 1 else "work") as run:
+    run.flush(60)
+    print(run.run_id, flush=True)
+    for i in range(20):
+        run.metrics({"i": i}, step=i)
+        run.flush()
+        time.sleep(0.01)
+    PAUSE
+"""

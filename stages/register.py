@@ -428,11 +428,11 @@ def _page() -> list[tuple[str, str]]:
     uri = tracking.tracking_uri()
     number = tracking.experiment_id(tracking.client())
     if uri.startswith("http"):
-        return [("MLflow", f"{uri.rstrip('/')}/#/experiments/{number}")]
+        return [("MLflow", f"{uri.rstrip('/')}/#/experiments/{number}/runs")]
     own = f"sqlite:///{(tracking.repo_root() / 'mlflow.db').as_posix()}"
     if uri == own and tracking.repo_root() == Path.cwd():
         uri = "sqlite:///mlflow.db"
-    page = f"http://127.0.0.1:5000/#/experiments/{number}"
+    page = f"http://127.0.0.1:5000/#/experiments/{number}/runs"
     return [("MLflow", f"mlflow ui --backend-store-uri {uri}"), ("", f"then open {page}")]
 
 

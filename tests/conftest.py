@@ -19,6 +19,14 @@ if WORKER:  # side by side, processes that each take all cores wait for one anot
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that need the tiny pipeline come last but one of them: while a worker makes it, the
+    others need not wait for it."""
+    needing = {item.path for item in items if {"tiny", "copy"} & set(item.fixturenames)}  # type: ignore[attr-defined]
+    first = next((item.path for item in items if item.path in needing), None)
+    items.sort(key=lambda item: (item.path != first, item.path in needing))
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Repo:
     """The repository after one `dvc repro` of the preset tiny. Tests that change it `copy`."""

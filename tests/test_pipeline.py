@@ -67,7 +67,8 @@ def test_one_command_runs_every_stage_and_sums_up(tiny):
         "always-REST",
         "artifacts/agent.onnx",
         "artifacts/episode.gif",
-        "mlflow",
+        "mlflow ui",
+        "/#/experiments/1/runs",  # the page with the runs; MLflow's first one has none
     ):
         assert word in log
     metrics = json.loads((tiny.artifacts / "metrics" / "agent.json").read_text())
@@ -127,20 +128,12 @@ def test_a_forced_stage_makes_the_same_bytes(copy):
     assert before.keys() == after.keys()
 
 
-def would_run(repo) -> list[str]:
-    """The stages that `dvc repro` would run, without the first, which always runs."""
-    return [stage for stage in repo.repro("--dry") if stage != "world"]
-
-
 def test_a_param_reruns_its_stage_and_what_depends_on_it(copy):
     before = hashes(copy)
     touched = (copy.artifacts / "perception.pt2").stat().st_mtime_ns
-    last = ["policy", "population", "agent", "evaluate", "register"]
-    copy.set("policy", "ppo_iterations", 1)
-    assert would_run(copy) == last
     copy.set("social", "steps", 13)
-    assert would_run(copy) == ["social", *last]
-    assert [stage for stage in copy.repro() if stage != "world"] == ["social", *last]
+    ran = [stage for stage in copy.repro() if stage != "world"]  # which always runs
+    assert ran == ["social", "policy", "population", "agent", "evaluate", "register"]
     after = hashes(copy)
     changed = {name for name in before if before[name] != after[name]}
     assert {"social.pt2", "winner/act.pt2", "agent.onnx"} <= changed

@@ -167,22 +167,22 @@ def test_without_one_rank_the_other_ends_and_the_same_command_goes_on(copy, stag
 
 def test_torchrun_itself_restarts_what_was_lost_and_one_process_may_go_on(copy):
     """Two ranks, then two again by --max-restarts; killed for good, one process goes on."""
-    copy.set("social", "steps", 80)
-    assert copy.stage("social").returncode == 0
-    expected = numbers(copy, "social")
-    code, said, _ = kill_a_rank(copy, "social", 1, "--max-restarts", "1")
+    copy.set("perception", "steps", 80)
+    assert copy.stage("perception").returncode == 0
+    expected = numbers(copy, "perception")
+    code, said, _ = kill_a_rank(copy, "perception", 1, "--max-restarts", "1")
     assert code == 0, said
-    starts = [int(step) for step in re.findall(r"^social: (\d+)/80 \(", said, re.M)]
+    starts = [int(step) for step in re.findall(r"^perception: (\d+)/80 \(", said, re.M)]
     assert starts[0] == 0
     assert any(step > 0 for step in starts[1:-1]), said
-    torch.testing.assert_close(numbers(copy, "social"), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(numbers(copy, "perception"), expected, atol=1e-5, rtol=0)
 
-    code, said, _ = kill_a_rank(copy, "social", 1)
+    code, said, _ = kill_a_rank(copy, "perception", 1)
     assert code != 0
-    done = copy.stage("social")
+    done = copy.stage("perception")
     assert done.returncode == 0, done.stderr
-    assert first_step("social", done.stderr) > 0
-    torch.testing.assert_close(numbers(copy, "social"), expected, atol=1e-5, rtol=0)
+    assert first_step("perception", done.stderr) > 0
+    torch.testing.assert_close(numbers(copy, "perception"), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,7 @@ class _Replay:
     def _close_facts(self, left_over: int) -> None:
         """Drop what the resolution dropped: facts, and goals that occur twice."""
         kept: list[_Node] = []
-        seen: dict[tuple, _Node] = {}
+        seen: dict[tuple[object, ...], _Node] = {}
         size, facts = self.world.graph.num_entities, self.world.kb.facts.keys
         for node in self.open:
             terms = tuple(self.value(t) for t in node.terms)
@@ -277,7 +277,7 @@ class _Variable:
 
 
 class _Node:
-    def __init__(self, predicate: int, terms: tuple) -> None:
+    def __init__(self, predicate: int, terms: tuple[int | _Variable, ...]) -> None:
         self.predicate, self.terms = predicate, terms
         self.rule = ""
         self.children: list[_Node] = []

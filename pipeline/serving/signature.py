@@ -139,8 +139,10 @@ def signature_of(card: Mapping[str, Any], name: str) -> Signature:
     """
     policy = card.get("policy", {})
     limits = card.get("limits", {})
-    inputs = {e["name"]: _field(e, limits.get(e["name"]), name) for e in card["schema"]["inputs"]}
-    outputs = {e["name"]: _field(e, None, name) for e in card["schema"]["outputs"]}
+    schema = card["schema"]
+    batched = all(BATCH in e["shape"] for e in schema["inputs"])
+    inputs = {e["name"]: _field(e, limits.get(e["name"]), batched, name) for e in schema["inputs"]}
+    outputs = {e["name"]: _field(e, None, batched, name) for e in schema["outputs"]}
     states = policy.get("states")
     if states is None:
         states = {
@@ -184,16 +186,18 @@ def signature_of(card: Mapping[str, Any], name: str) -> Signature:
         clock="state_clock" if clock and not inputs["state_clock"].shape else None,
         initial=initial,
         names=names,
-        batched=all(BATCH in e["shape"] for e in card["schema"]["inputs"]),
+        batched=batched,
     )
 
 
-def _field(entry: Mapping[str, Any], limit: Sequence[float] | None, name: str) -> Field:
+def _field(
+    entry: Mapping[str, Any], limit: Sequence[float] | None, batched: bool, name: str
+) -> Field:
     dtype, shape = entry["dtype"], list(entry["shape"])
     if dtype not in DATATYPES:
         raise HamletError(f"{name}: '{entry['name']}' is {dtype}, which is not served")
     axis: int | None = shape.index(BATCH) if BATCH in shape else None
-    if axis is None and shape[:1] == [1]:
+    if axis is None and shape[:1] == [1] and not batched:
         axis = 0  # a batch of one that the graph fixes
     if axis is not None:
         del shape[axis]

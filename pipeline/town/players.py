@@ -165,7 +165,8 @@ class Scripted:
             return memory
         watching = self._watching[memory["character"].t()]
         seen = self._look(agent_major(state), memory["seen"], watching)
-        return memory.replace(seen=seen.transpose(0, 1))
+        updated = {**memory, "seen": seen.transpose(0, 1)}
+        return TensorDict(updated, batch_size=memory.batch_size)
 
     # ------------------------------------------------------------------ parts
 

@@ -15,13 +15,15 @@ SIZE = 4
 
 
 def recurrent(given: str, following: str, width: int = SIZE) -> bytes:
-    """A policy that remembers by one pair of these names."""
+    """A policy that remembers by one pair of these names, and says its version, as ML-Agents' do: a
+    number for all rows."""
     weights = np.random.default_rng(0).normal(size=(width, SIZE)).astype(np.float32)
     nodes = [
         helper.make_node("MatMul", ["obs", "weights"], ["seen"]),
         helper.make_node("Add", ["seen", given], ["both"]),
         helper.make_node("Tanh", ["both"], [following]),
         helper.make_node("ArgMax", [following], ["action"], axis=1, keepdims=0),
+        helper.make_node("Identity", ["version"], ["version_number"]),
     ]
 
     def value(name: str, *shape: object, kind: int = TensorProto.FLOAT) -> onnx.ValueInfoProto:
@@ -30,8 +32,14 @@ def recurrent(given: str, following: str, width: int = SIZE) -> bytes:
     graph = helper.make_graph(
         nodes, "policy",
         [value("obs", "batch", width), value(given, "batch", SIZE)],
-        [value("action", "batch", kind=TensorProto.INT64), value(following, "batch", SIZE)],
-        [numpy_helper.from_array(weights, "weights")],
+        [
+            value("action", "batch", kind=TensorProto.INT64), value(following, "batch", SIZE),
+            value("version_number", 1),
+        ],
+        [
+            numpy_helper.from_array(weights, "weights"),
+            numpy_helper.from_array(np.float32([3]), "version"),
+        ],
     )  # fmt: skip
     made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     return made.SerializeToString()

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hamlet.params import Params, load_params
-from hamlet.tracking.processes import end_with_parents
+from hamlet.tracking.processes import LAUNCHER, end_with_parents, identity
 from stages.common import TRAINED, cores, one_line_errors
 
 AUTO = "auto"
@@ -89,6 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _torchrun(stage: str, count: int) -> None:
     end_with_parents()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ[LAUNCHER] = identity()
     logging.disable()  # torchrun's own
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -9,6 +9,7 @@ PyTorch.
 
 import csv
 import json
+import shlex
 import sys
 from collections.abc import Mapping
 from contextlib import chdir, redirect_stderr
@@ -429,11 +430,14 @@ def _page() -> list[tuple[str, str]]:
     number = tracking.experiment_id(tracking.client())
     if uri.startswith("http"):
         return [("MLflow", f"{uri.rstrip('/')}/#/experiments/{number}/runs")]
-    own = f"sqlite:///{(tracking.repo_root() / 'mlflow.db').as_posix()}"
-    if uri == own and tracking.repo_root() == Path.cwd():
-        uri = "sqlite:///mlflow.db"
+    file = tracking.database()
+    if file and Path.cwd() == tracking.repo_root() and Path.cwd() in file.parents:
+        uri = f"sqlite:///{file.relative_to(Path.cwd()).as_posix()}"
     page = f"http://127.0.0.1:5000/#/experiments/{number}/runs"
-    return [("MLflow", f"mlflow ui --backend-store-uri {uri}"), ("", f"then open {page}")]
+    return [
+        ("MLflow", f"mlflow ui --backend-store-uri {shlex.quote(uri)}"),
+        ("", f"then open {page}"),
+    ]
 
 
 if __name__ == "__main__":

@@ -150,14 +150,15 @@ class RegistrySource:
             return OnnxAgent.of((local / "model.onnx").read_bytes(), card, place), version
 
     def _held(self, found: Any) -> str | None:
-        """Where the files of a version are if the registry names them relative to its database."""
+        """Where a version's files are if their name is relative: to a folder above the database."""
         kind, _, model_id = found.source.partition(":/")
         if kind != "models" or not self.uri.startswith("sqlite:///"):
             return None
         location = self._client().get_logged_model(model_id).artifact_location
         if ":" in location or Path(location).is_absolute():
             return None
-        return (Path(self.uri[10:]).resolve().parent / location).as_uri()
+        above = Path(self.uri[10:]).resolve().parents
+        return next((f / location for f in above if (f / location).exists()), above[0]).as_uri()
 
     def _foreign(self, local: Path, info: Any, place: str) -> OnnxAgent:
         """The ONNX file of a model that somebody else logged."""

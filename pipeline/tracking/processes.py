@@ -14,6 +14,9 @@ from pathlib import Path, PurePath
 import psutil
 
 DVC = ("dvc", "dvc.exe")
+PYTHON = ("python", "pypy")
+LAUNCHER = "HAMLET_LAUNCHER"  # the identity of the `stages.ranks` that started a rank
+ENDS = "what started this process was killed: it ends too"
 WATCH_SECONDS = 0.25
 GRACE_SECONDS = 20.0  # for a checkpoint, after which an orphan ends at once
 
@@ -31,6 +34,7 @@ def dvc_identity() -> str | None:
     """The identity of the nearest `dvc` process above this one, or None.
 
     Told by its command line, else by DVC_ROOT, which dvc gives to what it starts and lacks itself.
+    None too where that dvc was killed: then init, or what stands for it, is above instead.
     """
     above = psutil.Process().parents()
     for process in above:
@@ -41,7 +45,8 @@ def dvc_identity() -> str | None:
         for process in above:
             with suppress(psutil.Error):
                 if "DVC_ROOT" not in process.environ():
-                    return identity(process.pid)
+                    python = PurePath(process.exe()).name.lower().startswith(PYTHON)
+                    return identity(process.pid) if python else None
     return None
 
 
@@ -50,7 +55,7 @@ def is_dvc(command: list[str]) -> bool:
     names = [PurePath(word).name.lower() for word in command]
     if not names or names[0] in DVC:
         return bool(names)
-    if not names[0].startswith(("python", "pypy")):
+    if not names[0].startswith(PYTHON):
         return False
     rest = iter(range(1, len(command)))
     for i in rest:
@@ -98,11 +103,17 @@ def end_with_parents() -> None:
 
     It is interrupted as by SIGTERM, so that it keeps its checkpoint, and ends after GRACE_SECONDS
     in any case. Without this it would train on, beside the next `dvc repro`.
+
+    Raises:
+        SystemExit: one of them was killed while this process started.
     """
     watched = [dvc_identity()]
     if "LOCAL_RANK" in os.environ:  # torchrun's or `stages.ranks`'
-        watched.append(identity(os.getppid()))
+        watched.append(os.environ.get(LAUNCHER) or identity(os.getppid()))
     above = [one for one in watched if one]
+    if (watched[0] is None and "DVC_STAGE" in os.environ) or any(is_dead(one) for one in above):
+        print(ENDS, file=sys.stderr, flush=True)
+        raise SystemExit(143)
     if above:
         threading.Thread(target=_watch, args=(above,), daemon=True, name="parents").start()
 
@@ -111,7 +122,7 @@ def _watch(above: list[str]) -> None:
     while not any(is_dead(one) for one in above):
         time.sleep(WATCH_SECONDS)
     with suppress(OSError, ValueError):
-        print("what started this process was killed: it ends too", file=sys.stderr, flush=True)
+        print(ENDS, file=sys.stderr, flush=True)
     signal.raise_signal(signal.SIGTERM) if os.name == "nt" else os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_SECONDS)
     os._exit(143)

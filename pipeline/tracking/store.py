@@ -1,8 +1,8 @@
 """Where MLflow's database, its artifacts and its registry are, and how they are reached.
 
 The database is `mlflow.db` at the root of the repository, or what MLFLOW_TRACKING_URI names. Beside
-it lie the artifacts, in `mlartifacts/`, under names that are relative to it: a moved or copied
-checkout takes its own along and never touches the old one's.
+it lie the artifacts, in `mlartifacts/`, inside the repository under names relative to its root: a
+moved or copied checkout takes its own along and never touches the old one's.
 """
 
 from __future__ import annotations
@@ -199,16 +199,17 @@ def experiment_id(mlflow_client: Any) -> str:
         found = mlflow_client.get_experiment_by_name(experiment_name())
     if found.lifecycle_stage == "deleted":
         mlflow_client.restore_experiment(found.experiment_id)
-    if file and file.parent == repo_root():
+    if file and repo_root() in file.parents:
         _make_relative(file, found.artifact_location)
     return found.experiment_id
 
 
 def _make_relative(file: Path, location: str) -> None:
-    """Name the artifacts beside a database relative to it.
+    """Name the artifacts beside a database of the repository relative to the repository's root.
 
     MLflow makes every path absolute when an experiment is made, but takes a relative one as it is.
     """
+    place = (file.parent / PLACE).relative_to(repo_root()).as_posix()
     parsed = urlparse(location)
     path = Path(unquote(parsed.path))
     if parsed.scheme not in ("", "file") or not path.is_absolute() or path.name != PLACE:
@@ -219,7 +220,7 @@ def _make_relative(file: Path, location: str) -> None:
                 connection.execute(
                     f"UPDATE {table} SET {column} = ? || substr({column}, ?) "
                     f"WHERE {column} = ? OR {column} LIKE ? ESCAPE '!'",
-                    (PLACE, len(location) + 1, location, _like(location) + "/%"),
+                    (place, len(location) + 1, location, _like(location) + "/%"),
                 )
 
 

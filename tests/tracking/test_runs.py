@@ -141,20 +141,27 @@ def test_a_killed_stage_that_runs_again_goes_on_in_its_run(here, client, monkeyp
 
 
 ORPHAN = """
-import time
+import sys, time
 from hamlet.tracking import identity
+print(identity(), flush=True)
+time.sleep(float(sys.argv[1]))
 from hamlet.tracking.processes import end_with_parents
 end_with_parents()
-print(identity(), flush=True)
 time.sleep(60)
 """
 
 
-def test_what_a_killed_dvc_started_ends_too(tmp_path, monkeypatch):
+@pytest.mark.parametrize("start_up", [0.0, 3.0])
+def test_what_a_killed_dvc_started_ends_too(tmp_path, monkeypatch, start_up):
+    """Also if dvc is gone before it could look who that is."""
     monkeypatch.delenv("HAMLET_EXECUTION", raising=False)
     (tmp_path / "work.py").write_text(ORPHAN)
     dvc = tmp_path / "dvc"
-    dvc.write_text("import subprocess, sys\nsubprocess.run([sys.executable, 'work.py'])\n")
+    dvc.write_text(
+        "import os, subprocess, sys\n"
+        "given = {**os.environ, 'DVC_ROOT': os.getcwd(), 'DVC_STAGE': 'work'}\n"
+        f"subprocess.run([sys.executable, 'work.py', '{start_up}'], env=given)\n"
+    )
     process = subprocess.Popen(
         [sys.executable, str(dvc)],
         cwd=tmp_path,

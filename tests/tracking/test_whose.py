@@ -1,12 +1,15 @@
 """Where the runs of a repository are, and which of them are of one execution."""
 
 import os
+import shutil
 import subprocess
 import sys
 
+import pytest
+from mlflow.tracking import MlflowClient
 from tracked import ROOT
 
-from hamlet.tracking import execution_key, repo_root, tracking_uri
+from hamlet.tracking import execution_key, read_file, repo_root, stage_run, tracking_uri
 
 
 def test_the_database_is_at_the_root_of_the_real_repository(repo, monkeypatch):
@@ -55,3 +58,31 @@ def test_without_dvc_a_process_is_its_own_execution(monkeypatch):
     monkeypatch.delenv("HAMLET_EXECUTION", raising=False)
     assert execution_key() == execution_key()
     assert str(os.getpid()) in execution_key() or "dvc" in " ".join(sys.argv)
+
+
+@pytest.mark.parametrize("uri", [None, "sqlite:///kept/runs.db"])
+def test_a_moved_checkout_takes_its_files_along(repo, tmp_path, monkeypatch, uri):
+    """Into a path with a space; what is logged there does not go to the old one."""
+    monkeypatch.setenv("HAMLET_EXECUTION", "moved")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    if uri:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    old, new = tmp_path / "old", tmp_path / "a new place"
+    (old / "kept").mkdir(parents=True)
+    (old / ".dvc").mkdir()
+    shutil.copy(repo / "mlflow.db", old / ("kept/runs.db" if uri else "mlflow.db"))
+    made = []
+    for folder in (old, new):
+        if folder == new:
+            old.rename(new)
+        monkeypatch.chdir(folder)
+        (folder / "note.txt").write_text(f"in {folder.name}")
+        with stage_run("work") as run:
+            run.artifact("note.txt")
+        made.append(run.run_id)
+    assert not old.exists()
+    client = MlflowClient(tracking_uri())
+    assert [read_file(client, run_id, "note.txt") for run_id in made] == [
+        "in old", "in a new place"
+    ]  # fmt: skip
+    assert len(list(new.rglob("mlartifacts/**/note.txt"))) == 2

@@ -114,9 +114,13 @@ class PolicyParams(Section):
     rollout: int = Field(ge=2, description="ticks T per iteration")
     imitation_iterations: int = Field(ge=0, description="the expert drives ever fewer worlds")
     critic_iterations: int = Field(ge=0, description="updates of the critic alone, in between")
-    ppo_iterations: int = Field(ge=0)
+    algorithm: Literal["ppo", "impala"] = Field(description="what improves on imitation")
+    lag: int = Field(
+        ge=0, description="iterations by which the weights that act are behind, with impala"
+    )
+    ppo_iterations: int = Field(ge=0, description="iterations of the algorithm")
     epochs: int = Field(ge=1)
-    minibatches: int = Field(ge=1, description="parts of a rollout per epoch of PPO")
+    minibatches: int = Field(ge=1, description="parts of a rollout per epoch of the algorithm")
     imitation_epochs: int = Field(ge=1)
     imitation_minibatches: int = Field(ge=1, description="the same while imitating")
     imitation_learning_rate: float = Field(gt=0, lt=1)
@@ -129,7 +133,7 @@ class PolicyParams(Section):
         ge=0, description="initial weight of the goals' entropy; ends at a tenth"
     )
     kickstart_coef: float = Field(
-        ge=0, description="weight of the expert's goals in the loss of PPO"
+        ge=0, description="weight of the expert's goals in the loss of the algorithm"
     )
 
 

@@ -158,10 +158,13 @@ def stage(name: str) -> Iterator[Stage]:
 
 
 @contextmanager
-def one_line_errors(name: str, kept: list[Path] | None = None) -> Iterator[None]:
+def one_line_errors(
+    name: str, kept: list[Path] | None = None, command: str | None = None
+) -> Iterator[None]:
     """Turn a user's error or an interrupt in the body into one line on stderr and an exit code.
 
-    `kept` lists the checkpoint folders that an interrupted run can resume from.
+    `kept` lists the checkpoint folders that an interrupted run can resume from, by `command`; by
+    default `dvc repro`.
     """
     with _signals_interrupt():
         try:
@@ -171,7 +174,7 @@ def one_line_errors(name: str, kept: list[Path] | None = None) -> Iterator[None]
         except KeyboardInterrupt as interrupt:
             _close_bars()
             code = 143 if interrupt.args == (signal.SIGTERM,) else 130
-            again = f"`dvc repro {name}`" if ranks() == 1 else "the same command"
+            again = f"`{command or f'dvc repro {name}'}`" if ranks() == 1 else "the same command"
             rest = f"run {again} to start it again"
             if kept:
                 where = _short(kept[0])

@@ -10,7 +10,10 @@ the same command goes on from its checkpoint.
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 import shutil
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -43,6 +46,7 @@ from stages.common import one_line_errors, prepare_torch
 from stages.log import StageLog
 
 MODEL = "hamlet-logged-policy"
+COMMAND = "HAMLET_COMMAND"  # what `hamlet` was asked, where it runs this stage
 COUNTS = {"episodes": "episodes", "rows": "decisions"}
 
 
@@ -71,7 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--register", action="store_true")
     given = parser.parse_args(arguments)
     kept: list[Path] = []
-    with one_line_errors("offline", kept), ExitStack() as stack:
+    with one_line_errors("offline", kept, _asked(arguments)), ExitStack() as stack:
         params = load_offline_params(given.params)
         if given.objective:
             chosen = params.offline.model_copy(update={"objective": given.objective})
@@ -85,6 +89,12 @@ def main(arguments: list[str] | None = None) -> None:
             publish(store, params, given.out, run, given.register)
         else:
             train(store, params, given.out, run, kept)
+
+
+def _asked(arguments: list[str] | None) -> str:
+    """The command that was run: what started this stage, if it says so, or this one."""
+    own = ["python", "-m", "stages.offline", *(sys.argv[1:] if arguments is None else arguments)]
+    return os.environ.get(COMMAND) or shlex.join(own)
 
 
 def load_offline_params(path: Path | None) -> OfflineFile:

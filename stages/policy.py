@@ -1,17 +1,26 @@
-"""policy: train module D against the frozen A, B and C; freeze its four questions."""
+"""policy: train module D against the frozen A, B and C; freeze its four questions.
+
+    python -m stages.policy [--actors N]
+
+With `policy.algorithm: impala`, N further processes act while this one learns.
+"""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hamlet.artifacts import atomic_path, write_card, write_json
+from hamlet.artifacts import HamletError, atomic_path, write_card, write_json
 from hamlet.export.frozen import freeze, load_frozen
 from hamlet.export.sense import load_sense
-from hamlet.learning.learner import first_state
+from hamlet.learning import distributed
+from hamlet.learning.actors import Cast
+from hamlet.learning.learner import Learner, first_state
 from hamlet.learning.train_policy import goal_targets, train_policy
 from hamlet.modules.agent import AgentState, Mind
 from hamlet.modules.contracts import LEADS, Features, TownShape
@@ -19,11 +28,11 @@ from hamlet.modules.critic import Critic
 from hamlet.modules.menu import imagined_menu, menu_error
 from hamlet.modules.policy import Policy, PolicyAct, PolicyEnded, PolicyPrior, PolicyWeigh
 from hamlet.params import Params
-from hamlet.town import Town
+from hamlet.town import Scripted, Town
 from hamlet.town.tables import menu, timetable
 from stages import paths
 from stages.collect import make_town
-from stages.common import stage
+from stages.common import prepare_torch, stage
 from stages.log import StageLog
 
 
@@ -121,9 +130,52 @@ def keep_policy(
     write_card(weights, "policy weights", {}, upstream, shape.pack_hash)
 
 
-def main() -> None:
+def make_actor(params: Params) -> Learner:
+    """Who acts in a process of its own."""
+    prepare_torch(params.seed)
+    town = make_town(params)
+    shape = TownShape.of(town)
+    expert = Scripted(town, [params.policy.teacher], params.seed)
+    mind = make_mind(params, town)[0]
+    return Learner(town, shape, mind, Critic(shape, params.policy.hidden), expert)
+
+
+def cast_of(count: int, params: Params) -> Cast | None:
+    """The processes that `--actors` asks for.
+
+    Raises:
+        HamletError: nobody acts elsewhere with PPO, or on ranks; the worlds cannot be divided.
+    """
+    if not count:
+        return None
+    if params.policy.algorithm != "impala":
+        raise HamletError(
+            f"--actors {count}: with PPO nobody acts while it learns",
+            "set policy.algorithm to impala in params.yaml, or leave --actors out",
+        )
+    if distributed.ranks() > 1:
+        raise HamletError("--actors is for one process, not for ranks", "leave either out")
+    unit = count * params.policy.meta_period
+    if count < 0 or params.policy.worlds % unit:
+        raise HamletError(
+            f"params.yaml: policy.worlds is {params.policy.worlds}, which {count} actors cannot "
+            "share",
+            "let it be a multiple of actors times policy.meta_period "
+            f"({params.policy.meta_period}), or ask for another number of actors",
+        )
+    return Cast(count, partial(make_actor, params))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m stages.policy", description="Train module D.")
+    parser.add_argument(
+        "--actors", type=int, default=0, metavar="N",
+        help="processes that act while this one learns (impala)",
+    )  # fmt: skip
+    given = parser.parse_args(arguments)
     with stage("policy") as s:
         params = s.params.policy
+        cast = cast_of(given.actors, s.params)
         town = make_town(s.params)
         shape = TownShape.of(town)
         mind, blank, cards = make_mind(s.params, town)
@@ -132,7 +184,7 @@ def main() -> None:
         log = StageLog(s, folder, every=1)
         critic = train_policy(
             town, shape, mind, blank, params, s.params.compile, s.params.seed,
-            folder / "checkpoint.pt", log,
+            folder / "checkpoint.pt", log, cast=cast,
         )  # fmt: skip
 
         if not s.first:

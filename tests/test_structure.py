@@ -53,6 +53,7 @@ BORROWED: dict[tuple[str, str], str] = {
     ("_python_dispatch", "benchmarks/counts.py"): (
         "PyTorch documents the mode that sees every operation under this private name only"
     ),
+    ("_exit", "pipeline/learning/actors.py"): "os._exit is public: an actor dies with its learner",
     ("_exit", "pipeline/learning/engines.py"): "os._exit is public: a worker dies with its parent",
     ("_exit", "pipeline/tracking/processes.py"): "os._exit is public: the last word to a process",
     ("_exit", "tests/mutation.py"): "os._exit is public: a fork must not run its parent's endings",

@@ -30,7 +30,7 @@ EAGER = """
 import runpy, sys
 from hamlet.learning.checkpoint import Checkpoint
 Checkpoint.__init__.__defaults__ = (0.0,)
-runpy.run_module(f"stages.{sys.argv[1]}", run_name="__main__")
+runpy.run_module(f"stages.{sys.argv.pop(1)}", run_name="__main__")
 """
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -106,13 +106,28 @@ def local_count(count: int, name: str) -> int:
 def local_shard(rows: T, dim: int = 0) -> T:
     """This rank's part of a tensor or TensorDict of the rows of all ranks, or of several in a
     dict or tuple."""
-    if _ranks == 1:
+    return shard(rows, _rank, _ranks, dim)
+
+
+def shard(rows: T, index: int, count: int, dim: int = 0) -> T:
+    """One of `count` equal parts of a tensor or TensorDict, or of several in a dict or tuple."""
+    if count == 1:
         return rows
     if isinstance(rows, dict):
-        return {name: local_shard(value, dim) for name, value in rows.items()}  # type: ignore[return-value]
+        return {name: shard(value, index, count, dim) for name, value in rows.items()}  # type: ignore[return-value]
     if isinstance(rows, tuple):
-        return tuple(local_shard(value, dim) for value in rows)  # type: ignore[return-value]
-    return rows.chunk(_ranks, dim)[_rank]  # type: ignore[attr-defined]
+        return tuple(shard(value, index, count, dim) for value in rows)  # type: ignore[return-value]
+    return rows.chunk(count, dim)[index]  # type: ignore[attr-defined]
+
+
+def joined(parts: Sequence[T], dim: int = 0) -> T:
+    """The opposite of `shard`: all parts, in order, as one."""
+    first = parts[0]
+    if isinstance(first, dict):
+        return {name: joined([part[name] for part in parts], dim) for name in first}  # type: ignore[index,return-value]
+    if isinstance(first, tuple):
+        return tuple(joined(same, dim) for same in zip(*parts, strict=True))  # type: ignore[return-value]
+    return torch.cat(parts, dim)  # type: ignore[arg-type,return-value]
 
 
 def all_gather(rows: T, dim: int = 0) -> T:

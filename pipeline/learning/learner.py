@@ -6,6 +6,7 @@ every world somebody else, the co-players, may play the last agents.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from hamlet.learning.rollout import Record
 from hamlet.modules.agent import AgentState, Mind
 from hamlet.modules.contracts import METERS, RawObservation, TownShape
 from hamlet.modules.critic import Critic, privileged_features
+from hamlet.params import PolicyParams
 from hamlet.profiling import region
 from hamlet.town import Town, counter_uniform
 
@@ -68,6 +70,18 @@ def gumbel(world: TensorDict, agents: int, choices: int, stream: int) -> Tensor:
     return -(-(u.clamp(1e-9, 1 - 1e-7)).log()).log().flatten(0, 1)
 
 
+def deliberating(worlds: int, period: int, clock: int) -> Tensor:
+    """int64 [worlds / period]: those whose own clock is at a multiple of `period` after `clock`
+    ticks; blank minds are staggered so that they are equally many at every tick."""
+    return torch.arange(worlds // period) * period + (-clock) % period
+
+
+def thinking_in(iteration: int, worlds: int, params: PolicyParams) -> list[Tensor]:
+    """int64 [.] of each tick of an iteration, which of `worlds` have agents that deliberate."""
+    clocks = range(iteration * params.rollout, (iteration + 1) * params.rollout)
+    return [deliberating(worlds, params.meta_period, clock) for clock in clocks]
+
+
 class RolloutCarry(NamedTuple):
     """What is carried from tick to tick beside the town."""
 
@@ -76,6 +90,25 @@ class RolloutCarry(NamedTuple):
     """The expert's memory while it is needed; None otherwise."""
     co_players: Any = None
     """That of the other agents, where somebody else plays them."""
+
+
+def packed(world: TensorDict, carry: RolloutCarry) -> dict[str, Any]:
+    """The worlds as they stand and all memories, as rows of plain tensors; see `unpacked`."""
+    return {
+        "world": dict(world.items()),
+        "expert": dict(carry.expert.items()),
+        "agent": tuple(carry.agent),
+        "co_players": tuple(carry.co_players),
+    }
+
+
+def unpacked(rows: Mapping[str, Any]) -> tuple[TensorDict, RolloutCarry]:
+    """What `packed` was given."""
+    size = [len(rows["world"]["tick"])]
+    met = AgentState(*rows["co_players"]) if rows["co_players"] else ()
+    expert = TensorDict(rows["expert"], batch_size=size)
+    carry = RolloutCarry(AgentState(*rows["agent"]), expert, met)
+    return TensorDict(rows["world"], batch_size=size), carry
 
 
 class CoPlayers(Protocol):

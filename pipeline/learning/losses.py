@@ -91,22 +91,17 @@ def value_loss(
     return 0.5 * means["error"], {"explained_variance": explained}
 
 
-def impala_loss(
-    log_prob: Tensor,
-    values: Tensor,
-    targets: Tensor,
-    advantages: Tensor,
-    entropy: Tensor,
-    weight: Tensor,
-    value_coef: float,
-    entropy_coef: Tensor,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Actor-critic loss on V-trace targets (Espeholt et al. 2018, section 4.2)."""
-    policy = -weighted_mean(log_prob * advantages, weight)
-    value = 0.5 * weighted_mean((values - targets).square(), weight)
-    mean_entropy = weighted_mean(entropy, weight)
-    loss = policy + value_coef * value - entropy_coef * mean_entropy
-    return loss, {"policy_loss": policy, "value_loss": value, "entropy": mean_entropy}
+def unit_size(advantages: Tensor, weight: Tensor, least: Tensor | float = 1e-6) -> Tensor:
+    """Advantages divided by their root mean square over the rows that count, at least `least`.
+
+    Of one size whatever the rewards' unit, and not centred: V-trace has its baseline.
+    """
+    return advantages / weighted_mean(advantages.square(), weight).sqrt().clamp(min=least)
+
+
+def impala_loss(log_prob: Tensor, advantages: Tensor, weight: Tensor) -> Tensor:
+    """Policy gradient on V-trace advantages (Espeholt et al. 2018, section 4.2)."""
+    return -weighted_mean(log_prob * advantages, weight)
 
 
 def imitation_loss(

@@ -1,4 +1,4 @@
-"""What module D and its critic learn from: imitation of a teacher, values, and PPO on goals."""
+"""What module D and its critic learn from: imitation, values, and PPO or IMPALA on goals."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from torch import Tensor
 from hamlet.learning.losses import (
     entropy_of,
     imitation_loss,
+    impala_loss,
     normalise,
     ppo_policy_loss,
+    unit_size,
     value_loss,
     weighted_mean,
 )
@@ -25,7 +27,7 @@ FEATURES = tuple(f"f_{name}" for name in Features._fields)
 IMITATING = (*FEATURES, "active", "expert_goal", "expert_action", "privileged", "returns")
 """Of the agents that deliberate, what imitation learns from."""
 VALUING = ("active", "privileged", "value", "returns")
-"""Of a tick's experience, what PPO's values are learned from."""
+"""Of a tick's experience, what values are learned from while goals improve."""
 THINKING = (*FEATURES, "candidates", "imagined_return", "imagined_confidence", "goal",
             "goal_log_prob", "active", "advantages", "expert_goal")  # fmt: skip
 """And what its goals are learned from, of the agents that deliberate."""
@@ -71,7 +73,7 @@ class PolicyLosses:
         return value_loss(values, batch["value"], batch["returns"], weight, 1e9)
 
     def improve(self, ticks: TensorDict, thoughts: TensorDict) -> Told:
-        """PPO: values from every tick, goals from the agents that deliberate."""
+        """PPO or IMPALA: values from every tick, goals from the agents that deliberate."""
         params, policy = self.params, self.policy
         active, deciding = ticks["active"].float(), thoughts["active"].float()
         fit, value_diagnostics = value_loss(
@@ -85,13 +87,20 @@ class PolicyLosses:
             thoughts["imagined_return"],
             thoughts["imagined_confidence"],
         ).float()
-        surrogate, diagnostics = ppo_policy_loss(
-            log_prob_of(logits, thoughts["goal"]),
-            thoughts["goal_log_prob"],
-            normalise(thoughts["advantages"], deciding),
-            deciding,
-            params.clip,
-        )
+        log_prob, advantages = log_prob_of(logits, thoughts["goal"]), thoughts["advantages"]
+        if params.algorithm == "impala":
+            surrogate = impala_loss(log_prob, unit_size(advantages, deciding), deciding)
+            log_ratio = (log_prob.detach() - thoughts["goal_log_prob"]).clamp(-20, 20)
+            divergence = weighted_mean(log_ratio.exp() - 1 - log_ratio, deciding)
+            diagnostics = {"behaviour_kl": divergence}
+        else:
+            surrogate, diagnostics = ppo_policy_loss(
+                log_prob,
+                thoughts["goal_log_prob"],
+                normalise(advantages, deciding),
+                deciding,
+                params.clip,
+            )
         told_loss, told = imitation_loss(learned, thoughts["expert_goal"], deciding)
         entropy = weighted_mean(entropy_of(logits), deciding)
         loss = surrogate + 0.5 * fit

@@ -1,4 +1,4 @@
-"""Train module D against the frozen A, B and C: imitation of an expert, then PPO.
+"""Train module D against the frozen A, B and C: imitation of an expert, then PPO or IMPALA.
 
 In imitation the learner takes over from the expert world by world (DAgger, Ross et al. 2011): the
 expert acts in fewer and fewer of them. It is asked only there, and in the quarter of the worlds
@@ -12,6 +12,8 @@ there is little to gain in the controller that imitation leaves (pursuing the ex
 it would help or harm is not settled: single trainings with it ended at 420 to 457, without at 454
 and 457.
 
+IMPALA stands in PPO's place where `params.yaml` says so (see `hamlet.learning.impala`).
+
 Because the upstream modules are frozen, a tick's experience is stored as plain features: the
 updates have no recurrence, and the frozen modules run once per step of experience. In PPO values
 are learned from every tick, goals from those at which an agent deliberates, one in `meta_period`:
@@ -21,6 +23,7 @@ what the same network says in between follows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +35,17 @@ from hamlet.artifacts import HamletError
 from hamlet.learning import distributed
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.checkpoint import Checkpoint
-from hamlet.learning.learner import CoPlayers, Learner, RolloutCarry, Teacher, slots_of
+from hamlet.learning.impala import Behind, Cast
+from hamlet.learning.learner import (
+    CoPlayers,
+    Learner,
+    RolloutCarry,
+    Teacher,
+    packed,
+    slots_of,
+    thinking_in,
+    unpacked,
+)
 from hamlet.learning.log import Log
 from hamlet.learning.policy_losses import IMITATING, THINKING, VALUING, PolicyLosses
 from hamlet.learning.precision import Precision, best_precision
@@ -91,12 +104,6 @@ def driven_worlds(worlds: int, share: float) -> Tensor:
     A smaller share is a part of a larger one: a world that the learner took over stays its own.
     """
     return torch.arange(worlds, dtype=torch.float64).mul(GOLDEN).frac() < share
-
-
-def deliberating(worlds: int, period: int, clock: int) -> Tensor:
-    """int64 [worlds / period]: those whose own clock is at a multiple of `period` after `clock`
-    ticks; blank minds are staggered so that they are equally many at every tick."""
-    return torch.arange(worlds // period) * period + (-clock) % period
 
 
 class Updates(NamedTuple):
@@ -218,40 +225,29 @@ class Rollouts:
 
     def state(self) -> dict[str, Any]:
         """Rows for a checkpoint: what `load` goes on with."""
-        return {
-            "world": dict(self.world.items()),
-            "expert": dict(self.carry.expert.items()),
-            "agent": tuple(self.carry.agent),
-            "co_players": tuple(self.carry.co_players),
-            "score": self.score,
-        }
+        return packed(self.world, self.carry) | {"score": self.score}
 
     def load(self, extra: dict[str, Any]) -> None:
-        size = self.world.batch_size
-        self.world = TensorDict(extra["world"], batch_size=size)
-        met = AgentState(*extra["co_players"]) if extra["co_players"] else ()
-        self.carry = RolloutCarry(
-            AgentState(*extra["agent"]), TensorDict(extra["expert"], batch_size=size), met
-        )
+        self.go_on(extra)
         self.score, self.scores = extra["score"], extra["scores"]
+
+    def go_on(self, rows: dict[str, Any]) -> None:
+        """The worlds were played on elsewhere, until `rows`."""
+        self.world, self.carry = unpacked(rows)
 
     def thinking(self, iteration: int) -> list[Tensor]:
         """int64 [.] of each tick of an iteration, the worlds whose agents deliberate."""
-        ticks, period = self.params.rollout, self.params.meta_period
-        clocks = range(iteration * ticks, (iteration + 1) * ticks)
-        return [deliberating(self.worlds, period, clock) for clock in clocks]
+        return thinking_in(iteration, self.worlds, self.params)
 
     def play(
         self, step: Any, buffer: RolloutBuffer, thinking: list[Tensor], share: float | None
     ) -> None:
-        """Fill the buffer; the expert acts in `share` of the worlds, or PPO goes on (None)."""
+        """Fill the buffer; the expert acts in `share` of the worlds, or nowhere (None)."""
         driven = None
         if share is not None:
             driven = distributed.local_shard(driven_worlds(self.params.worlds, share))
         contexts = [(now, driven) for now in thinking]
         self.world, self.carry = collect(step, self.world, self.carry, buffer, contexts)
-        with region("loss"):
-            add_advantages(buffer, self.learner, self.world, self.params)
 
     def count(self, buffer: RolloutBuffer) -> Tensor:
         """float32 []: the mean return of the lives that ended of late."""
@@ -284,6 +280,7 @@ def train_policy(
     critic: Critic | None = None,
     co_players: CoPlayers | None = None,
     teacher: Teacher | None = None,
+    cast: Cast | None = None,
 ) -> Critic:
     """Train `mind.policy` in place; returns the critic that was trained beside it.
 
@@ -292,6 +289,7 @@ def train_policy(
         critic: that of an earlier training, to go on with; else a new one.
         co_players: play the last agents of every world.
         teacher: who is imitated; else the scripted player that `params` names.
+        cast: processes that act while IMPALA learns; else this one does, between its updates.
     """
     check_worlds(params)
     policy: Any = mind.policy
@@ -305,28 +303,43 @@ def train_policy(
     expert = teacher or Scripted(town, [params.teacher], seed)
     learner = Learner(town, shape, mind, critic, expert, co_players)
     rollouts = Rollouts(learner, first, params, seed, rng)
+    older = None
+    if params.algorithm == "impala":
+        older = Behind(learner, params, compiling.rollout, precision, schedule.iterations, cast)
     # The ticks of imitation choose rows by what is asked: not one graph, and not worth compiling.
     steps = {
-        imitating: fused_step(town, learner, compiling.rollout and not imitating, precision)
-        for imitating in (True, False)
+        True: fused_step(town, learner, False, precision),
+        False: fused_step(town, older.actor if older else learner, compiling.rollout, precision),
     }
     parts = {"policy": policy, "critic": critic, "rng": rng, **updates._asdict()}
     saved = Checkpoint(checkpoint, parts)
     start, extra = saved.load()
     if start:
         rollouts.load(extra)
+        if older:
+            older.load(extra)
 
     buffers = {True: RolloutBuffer(params.rollout), False: RolloutBuffer(params.rollout)}
-    for iteration in log.steps(schedule.iterations, start):
-        imitating = schedule.imitates(iteration)
-        buffer, thinking = buffers[imitating], rollouts.thinking(iteration)
-        if co_players:
-            co_players.meet(rng)
-        share = schedule.driven_share(iteration) if imitating else None
-        rollouts.play(steps[imitating], buffer, thinking, share)
-        metrics = schedule.learn(iteration, buffer, thinking, learner.agents, rng)
-        log.record(iteration, metrics | {"mean_return": rollouts.count(buffer)})
-        saved.save(iteration + 1, {"scores": rollouts.scores}, rollouts.state())
+    with closing(older) if older else nullcontext():
+        for iteration in log.steps(schedule.iterations, start):
+            imitating = schedule.imitates(iteration)
+            buffer, thinking = buffers[imitating], rollouts.thinking(iteration)
+            if co_players:
+                co_players.meet(rng)
+            told: Record = {}
+            if older and not imitating:
+                told = older.play(iteration, rollouts, steps[False], buffer, thinking)
+            else:
+                share = schedule.driven_share(iteration) if imitating else None
+                rollouts.play(steps[imitating], buffer, thinking, share)
+                with region("loss"):
+                    add_advantages(buffer, learner, rollouts.world, params)
+            metrics = schedule.learn(iteration, buffer, thinking, learner.agents, rng)
+            if older and not imitating:
+                older.learned()
+            log.record(iteration, metrics | told | {"mean_return": rollouts.count(buffer)})
+            acting = older.state() if older else {}
+            saved.save(iteration + 1, {"scores": rollouts.scores} | acting, rollouts.state())
     return critic
 
 

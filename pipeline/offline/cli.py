@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -126,7 +129,13 @@ def described(facts: dict[str, Any], actions: list[str]) -> list[str]:
 def _stage(*arguments: object) -> None:
     _needs_packages()
     command = [sys.executable, "-m", "stages.offline", *map(str, arguments)]
-    code = subprocess.run(command, check=False).returncode
+    asked = shlex.join(["hamlet", *sys.argv[1:]])
+    process = subprocess.Popen(command, env=os.environ | {"HAMLET_COMMAND": asked})
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:  # the stage ends by itself, and says how to go on
+        process.send_signal(signal.SIGINT)
+        code = process.wait()
     if code:
         raise typer.Exit(code)
 
@@ -165,3 +174,37 @@ def judge(
     options = [*_options(schema=schema, params=params), "--judge"]
     options += ["--register"] if register else []
     _in_one_line(lambda: _stage(data, "--out", out, *options))
+
+
+@app.command("from-town")
+def from_town(
+    out: Annotated[Path, typer.Argument(help="Folder of the new Minari data set.")],
+    dataset: Annotated[Path, typer.Option(help="Made by the stage `collect`.")] = Path(
+        "artifacts/dataset"
+    ),
+) -> None:
+    """Make a Minari data set of the town's own data set, to learn from like from any other."""
+
+    def run() -> None:
+        _needs_packages()
+        from hamlet.offline.town_data import from_town
+
+        print(f"{out}: {from_town(dataset, out)} episodes")
+
+    _in_one_line(run)
+
+
+@app.command("to-town")
+def to_town(
+    data: Annotated[Path, typer.Argument(help="Minari data set made by `from-town`.")],
+    out: Annotated[Path, typer.Argument(help="Folder of the data set as `collect` makes it.")],
+) -> None:
+    """Make the town's data set again of what `from-town` made of it, to the same bytes."""
+
+    def run() -> None:
+        _needs_packages()
+        from hamlet.offline.town_data import to_town
+
+        print(f"{out}: {to_town(data, out)} ticks of worlds")
+
+    _in_one_line(run)

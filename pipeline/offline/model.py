@@ -81,7 +81,11 @@ class LogPolicy(nn.Module):
         logits = self.logits(features).float()
         if mask is not None:
             logits = masked_logits(logits, mask)
-        return logits, self.value(features).squeeze(-1).float() * self.scale
+        return logits, self.value_of(features)
+
+    def value_of(self, features: Tensor) -> Tensor:
+        """Values float32 [...]."""
+        return self.value(features).squeeze(-1).float() * self.scale
 
     def forward(self, rows: TensorDict) -> tuple[Tensor, Tensor]:
         """Logits [T, W, A] and values [T, W] of time-major rows, as `LogStore.read` gives them."""

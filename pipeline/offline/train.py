@@ -20,6 +20,7 @@ from hamlet.learning.losses import (
     impala_loss,
     normalise,
     ppo_policy_loss,
+    unit_size,
     weighted_mean,
 )
 from hamlet.learning.returns import gae, vtrace
@@ -186,7 +187,10 @@ class Loss:
 
     def __call__(self, batch: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         params = self.params
-        logits, values = self.policy(batch)
+        features = self.policy.features(batch)
+        logits, values = self.policy.heads(features, batch.get("action_mask", None))
+        if params.objective == "imitation":  # what is cloned must not give way to values
+            values = self.policy.value_of(features.detach())
         log_prob = log_prob_of(logits, batch["action"])
         weight = batch["known"].float()
         spread = weighted_mean(entropy_of(logits), batch["acted"].float())
@@ -200,14 +204,8 @@ class Loss:
         moving = weight * batch["allowed"]
         back = weighted_mean(-log_prob, weight * (1 - batch["allowed"]))
         if params.objective == "impala":
-            zero = torch.zeros_like(self.coefficient)
-            # Of one size whatever the rewards' unit, and not centred: V-trace has its baseline.
-            size = weighted_mean(batch["advantages"].square(), weight).sqrt()
-            advantages = batch["advantages"] / size.clamp(min=1e-6 * self.policy.scale)
-            improve, _ = impala_loss(
-                log_prob, values, batch["targets"], advantages, entropy_of(logits),
-                moving, 0.0, zero,
-            )  # fmt: skip
+            advantages = unit_size(batch["advantages"], weight, 1e-6 * self.policy.scale)
+            improve = impala_loss(log_prob, advantages, moving)
         else:
             advantages = normalise(batch["advantages"], weight)
             improve, more = ppo_policy_loss(

@@ -13,6 +13,7 @@ from hamlet.learning.losses import (
     impala_loss,
     normalise,
     ppo_policy_loss,
+    unit_size,
     value_loss,
     weighted_terms,
 )
@@ -95,22 +96,22 @@ def test_the_value_may_not_jump(rng):
     torch.testing.assert_close(told["explained_variance"], explained)
 
 
-def test_impala_is_the_sum_of_its_parts(rng):
-    log_prob, values, targets, advantages, entropy = (
-        torch.randn(50, generator=rng) for _ in range(5)
-    )
+def test_impala_is_the_policy_gradient_of_the_rows_that_count(rng):
+    log_prob, advantages = torch.randn(50, generator=rng), torch.randn(50, generator=rng)
     weight = (torch.rand(50, generator=rng) > 0.3).float()
-    loss, told = impala_loss(
-        log_prob, values, targets, advantages, entropy, weight, 0.5, torch.tensor(0.01)
-    )
     on = weight.bool()
-    expected = (
-        -(log_prob * advantages)[on].mean()
-        + 0.5 * 0.5 * (values - targets)[on].square().mean()
-        - 0.01 * entropy[on].mean()
-    )
-    torch.testing.assert_close(loss, expected)
-    assert told.keys() == {"policy_loss", "value_loss", "entropy"}
+    loss = impala_loss(log_prob, advantages, weight)
+    torch.testing.assert_close(loss, -(log_prob * advantages)[on].mean())
+
+
+def test_advantages_are_brought_to_one_size_but_not_centred(rng):
+    advantages = 30 + 20 * torch.randn(50, generator=rng)
+    weight = (torch.rand(50, generator=rng) > 0.3).float()
+    scaled = unit_size(advantages, weight)
+    on = weight.bool()
+    assert scaled[on].square().mean().item() == pytest.approx(1, rel=1e-5)
+    torch.testing.assert_close(scaled / scaled[0], advantages / advantages[0])
+    assert not unit_size(torch.zeros(50), weight).any()
 
 
 def test_imitation_is_cross_entropy(rng):

@@ -15,12 +15,12 @@ from hamlet.learning.learner import (
     GOAL_STREAM,
     Learner,
     RolloutCarry,
+    deliberating,
     gumbel,
     observation_of,
 )
 from hamlet.learning.policy_losses import IMITATING
 from hamlet.learning.train_policy import (
-    deliberating,
     driven_worlds,
     episode_scores,
     train_policy,

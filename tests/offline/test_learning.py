@@ -12,6 +12,7 @@ from hamlet.artifacts import HamletError
 from hamlet.offline.log_store import open_store
 from hamlet.offline.open_log import open_log
 from hamlet.offline.train import (
+    Loss,
     OfflineParams,
     batch_of,
     estimate_behaviour,
@@ -59,6 +60,26 @@ def test_imitation_recovers_the_behaviour(tmp_path):
     best = (sharp.argmax(1)[state] == taken).mean()
     assert (table.argmax(1)[state] == taken).mean() > best - 0.02
     assert np.abs(table - sharp).max() < 0.1
+
+
+def test_values_do_not_pull_at_what_is_cloned(store, tmp_path):
+    """Another reward, another value: the policy that imitates is the same."""
+    params = PARAMS.model_copy(update={"objective": "imitation"})
+    policy = new_policy(store, params)
+    batch = targets(
+        policy, store.read(store.windows(12, ~store.held_out()), np.arange(8), 12), params
+    )
+    with torch.no_grad():
+        policy.logits.weight.normal_()
+    loss = Loss(policy, params)
+    found = []
+    for shift in (0.0, 5.0):
+        batch["targets"] = batch["targets"] + shift
+        policy.zero_grad()
+        loss(batch)[0].backward()
+        found.append({n: p.grad.clone() for n, p in policy.named_parameters()})
+    for name, gradient in found[0].items():
+        assert torch.equal(gradient, found[1][name]) == (not name.startswith("value.")), name
 
 
 @pytest.mark.parametrize(("objective", "least"), [("ppo", 0.15), ("impala", 0.3)])

@@ -163,7 +163,7 @@ def uniform(seen: np.ndarray) -> np.ndarray:
 
 def ours(objective: str, store: LogStore, seed: int, folder: Path) -> Callable:
     """Train; returns what acts."""
-    params = OfflineParams(objective=objective, steps=150, seed=seed)  # type: ignore[arg-type]
+    params = OfflineParams(objective=objective, seed=seed)  # type: ignore[arg-type]
     policy = new_policy(store, params)
     train_policy_on_log(store, policy, params, folder / f"{objective}-{seed}.pt", Progress())
 

@@ -58,7 +58,8 @@ def from_town(dataset: Path, out: Path) -> int:
         raise HamletError(f"{dataset} is not a data set but {card['kind']}", "name another one")
     if out.exists():
         raise HamletError(f"{out} exists", "remove it, or name another folder")
-    rows = {name: x.numpy() for name, x in TensorDict.load_memmap(dataset).items()}
+    recorded: Any = TensorDict.load_memmap(dataset)
+    rows: dict[str, np.ndarray] = {name: x.numpy() for name, x in recorded.items()}
     require_space(out.parent, sum(x.nbytes for x in rows.values()))
     count = 0
     with tempfile.TemporaryDirectory(dir=out.parent.absolute()) as folder:
@@ -181,7 +182,7 @@ def to_town(data: Path, out: Path) -> int:
         raise HamletError(f"{out} exists", "remove it, or name another folder")
     fields = {x["name"]: x for x in card["schema"]["fields"]}
     order = [name for name in card[ORDER] if name in fields]
-    empty = TensorDict(
+    empty: Any = TensorDict(
         {name: torch.zeros(1, dtype=getattr(torch, fields[name]["dtype"])).expand(
             fields[name]["shape"]) for name in order},
         batch_size=fields["first"]["shape"],

@@ -102,15 +102,13 @@ def ranks(repo: Repo, of: int) -> list[psutil.Process]:
 
 
 def strike(repo: Repo, dvc: subprocess.Popen, whom: str, rng: random.Random) -> None:
-    """SIGKILL. While there is no rank yet, what stands for one is the last that dvc started."""
-    victims = ranks(repo, dvc.pid)
-    if not victims:
-        with suppress(psutil.Error):
-            victims = psutil.Process(dvc.pid).children(recursive=True)[-1:]
-    if whom in ("dvc", "both"):
-        dvc.kill()
-    if whom in ("rank", "both") and victims:
-        with suppress(psutil.Error):
+    """SIGKILL. While there is no rank yet, what stands for one is the last process there is."""
+    with suppress(psutil.Error):
+        root = psutil.Process(dvc.pid)
+        victims = ranks(repo, dvc.pid) or [root, *root.children(recursive=True)][-1:]
+        if whom in ("dvc", "both"):
+            dvc.kill()
+        if whom in ("rank", "both"):
             rng.choice(victims).kill()
 
 

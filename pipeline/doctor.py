@@ -24,7 +24,7 @@ EXTRAS = {
     "core": ["numpy", "pydantic", "typer", "rich"],
     "train": [
         *("torch", "tensordict", "onnx", "onnxscript", "dvc", "mlflow", "filelock", "psutil"),
-        *("pyyaml", "pillow", "matplotlib", "scipy"),
+        *("pyyaml", "pillow", "matplotlib", "scipy", "ruamel.yaml.clib"),
     ],
     "serve": ["uvicorn", "httptools", "orjson", "websockets", "prometheus-client"],
     "dev": [

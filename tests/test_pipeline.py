@@ -420,8 +420,6 @@ runpy.run_module("stages.{}", run_name="__main__")
     [
         ("perception", signal.SIGKILL),
         ("world_model", signal.SIGINT),
-        ("social", signal.SIGKILL),
-        ("policy", signal.SIGTERM),
         ("policy", signal.SIGKILL),
     ],
 )

@@ -23,7 +23,6 @@ UPDATES = {  # at least 20 of every stage; the policy and the prover take more
     # Not more: its loss has corners (absolute errors), and where a rounding puts an error on a
     # corner's other side, both are right and 1e-4 apart. One seed in two met one within 30.
     "world_model": ("world_model", "steps", 20),
-    "social": ("social", "steps", 20),
 }
 # As `torchrun ... -m stages.X`, but every step is saved, so that there is something to resume from.
 EAGER = """
@@ -64,7 +63,7 @@ def curve(repo, stage: str) -> list[list[float]]:
     return [[float(x) for x in line.split(",") if x] for line in lines]
 
 
-@pytest.mark.parametrize("stage", ["perception", "world_model", "social", "policy", "prove"])
+@pytest.mark.parametrize("stage", ["perception", "world_model", "policy", "prove"])
 def test_a_stage_on_two_ranks_makes_what_one_process_makes(copy, stage, capsys):
     if stage in UPDATES:
         copy.set(*UPDATES[stage])
@@ -188,13 +187,7 @@ def test_torchrun_itself_restarts_what_was_lost_and_one_process_may_go_on(copy):
 @pytest.mark.parametrize(
     ("stage", "change", "told"),
     [
-        (
-            "perception",
-            ("perception", "sequences", 5),
-            r"perception\.sequences is 5, which 2 ranks",
-        ),
         ("world_model", ("world_model", "batch", 33), r"world_model\.batch is 33, which 2 ranks"),
-        ("policy", ("policy", "worlds", 7), r"policy\.worlds is 7, which 2 ranks"),
         ("policy", ("policy", "meta_period", 32), r"policy.worlds of a rank is 4, not a multiple"),
         ("prove", ("proofs", "slots", 33), r"proofs\.slots is 33, which 2 ranks"),
         ("evaluate", None, r"evaluate trains nothing on 2 ranks: run `python -m stages\.evaluate`"),

@@ -58,6 +58,7 @@ class Journal:
         self.header: dict[str, Any] = dict(events[0]["open"]) if events else {}
         self.work = next((e["work"] for e in reversed(events) if "work" in e), None)
         self.ended = bool(events) and "end" in events[-1]
+        self.finished = self.ended and events[-1]["end"][0] == "FINISHED"
         self.logged = {(m[0], m[3]) for e in events for m in e.get("metrics", ())}
         self.seconds = sum(e["end"][2] for e in events if "end" in e)
 
@@ -139,13 +140,22 @@ def open_journal(stage: str, work: Any) -> Journal:
         work: what the run is about, as JSON; only a run of equal work is gone on with.
     """
     name = f"{stage}-{sha256_json(work)[:16]}"
-    for root in (_root(), Path(tempfile.mkdtemp(prefix="hamlet-unsent-"))):
+    for root in _roots():
         with suppress(OSError):
             root.mkdir(exist_ok=True)
             for place in (name, f"{name}-{os.getpid()}-{uuid.uuid4().hex[:6]}"):
-                if (journal := _locked(root / place)) is not None:
+                journal = _locked(root / place)
+                if journal is not None and journal.finished:  # it only waits to be sent
+                    journal.put_aside()
+                    journal = _locked(root / place)
+                if journal is not None:
                     return journal
     raise AssertionError("a new name is free")
+
+
+def _roots() -> Iterator[Path]:
+    yield _root()
+    yield Path(tempfile.mkdtemp(prefix="hamlet-unsent-"))  # where the repository is read-only
 
 
 def _root() -> Path:

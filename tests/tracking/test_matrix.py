@@ -32,23 +32,16 @@ HEAD_ROOM = 10.0  # seconds, of a machine that does other things too
 WORK = """
 import os, sys
 from pathlib import Path
-from stages.common import cores, stage
+from hamlet.params import load_params
 from hamlet.tracking import stage_run
-name = sys.argv[1]
-def work(run, params):
+from stages.common import cores
+name, params = sys.argv[1], load_params()
+with stage_run(name, params) as run:
     for step in range(50):
         run.metrics({"x": params.seed + step}, step)
     run.tag("mode", os.environ["MODE"])
     run.tag("cores", cores())
     Path(name).write_text(str(params.seed))
-if name == "one":
-    with stage(name) as s:
-        work(s.run, s.params)
-else:
-    from hamlet.params import load_params
-    params = load_params()
-    with stage_run(name, params) as run:
-        work(run, params)
 """
 PIPELINE = """
 stages:

@@ -72,6 +72,22 @@ def test_a_dead_server_costs_seconds_and_gets_everything_when_it_is_back(
         server.wait()
 
 
+def test_equal_work_done_twice_is_two_runs_while_the_server_is_down(here, monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{free.getsockname()[1]}")
+    keys = []
+    for execution in ("first", "second"):
+        monkeypatch.setenv("HAMLET_EXECUTION", execution)
+        with stage_run("alike") as run:
+            run.metrics({"x": 1.0})
+        keys.append(run.key)
+    assert keys[0] != keys[1]
+    kept = [path for path in (here / "mlflow.db.unsent").glob("*/") if "alike-" in path.name]
+    told = [json.loads((path / "events.jsonl").read_text().splitlines()[0]) for path in kept]
+    assert {one["open"]["execution"]["key"] for one in told} == {"first", "second"}
+
+
 def test_a_locked_database_delays_but_loses_nothing(here, client, capsys):
     """Another process holds the write lock while the stage starts and logs."""
     hold = (

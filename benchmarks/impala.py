@@ -6,9 +6,9 @@ Needs the frozen perception, world model and social model of a pipeline of the e
 (`hamlet preset quick`, then `dvc repro policy`). One imitation, shrunk, teaches the controller and
 the critic; what chooses goals is drawn anew for every seed, so that there is something to gain. PPO
 and IMPALA go on from there for as many rollouts of as many worlds, with equal learning rates and
-the expert's goals in the loss with their usual weight (`kickstart_coef`), and the start and both play held-out worlds. Then IMPALA
-learns for a few iterations in one process and with two actors, in turns, and the agent-steps per
-second are compared.
+the expert's goals in the loss with their usual weight (`kickstart_coef`), and the start and both
+play held-out worlds. Then IMPALA learns for a few iterations in one process and with two actors, in
+turns, and the agent-steps per second are compared.
 
 A seed's numbers are kept as results/impala/SEED.json, from which a run that was stopped goes on;
 results/impala.json and impala.md hold all. Intervals are over seeds (Student's t), paired by seed.

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from served import Served
 
 from benchmarks.serving import another
+from hamlet.artifacts import card_path
 
 
 @pytest.fixture(scope="session")
@@ -55,15 +59,26 @@ def mind(shape):
 
 @pytest.fixture(scope="session")
 def agent(mind, shape, tmp_path_factory) -> Path:
-    """The mind exported as the stage `agent` does it, with its card."""
+    """The mind exported as the stage `agent` does it, with its card; once for all workers."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+    (shared / "agent").mkdir(exist_ok=True)
+    made, own = shared / "agent" / "agent.onnx", tmp_path_factory.mktemp("agent") / "agent.onnx"
+    with FileLock(shared / "agent.lock"):
+        if not card_path(made).exists():
+            export(*mind, shape, made)
+    for path in (made, card_path(made)):
+        shutil.copy(path, own.parent)
+    return own
+
+
+def export(module, inputs, shape, path: Path) -> None:
     from hamlet.artifacts import write_card
     from hamlet.export.frozen import tensor_schema
     from hamlet.export.onnx import OPSET, export_mind
     from hamlet.modules.contracts import SOCIAL_REASONS, UNCERTAINTY_REASONS
     from stages.agent import OUTPUTS, limits
 
-    module, inputs = mind
-    path = tmp_path_factory.mktemp("agent") / "agent.onnx"
     export_mind(module, inputs, OUTPUTS, path)
     schema = {
         "inputs": tensor_schema(list(inputs), list(inputs.values())),
@@ -74,7 +89,6 @@ def agent(mind, shape, tmp_path_factory) -> Path:
         "town": shape.to_dict(), "opset": OPSET, "limits": limits(shape), "reasons": reasons,
     }  # fmt: skip
     write_card(path, "agent", schema, {}, shape.pack_hash, extra)
-    return path
 
 
 @pytest.fixture(scope="session")

@@ -130,7 +130,7 @@ def compare(crowd: Crowd, agents: list[Path]) -> Counter[str | None]:
 
 
 @pytest.mark.parametrize(
-    ("sessions", "ticks"), [(60, 20), pytest.param(1000, 60, marks=pytest.mark.slow)]
+    ("sessions", "ticks"), [(60, 20), pytest.param(300, 60, marks=pytest.mark.slow)]
 )
 def test_actions_are_those_of_raw_onnxruntime(agent, other, seen, tmp_path, sessions, ticks):
     """Interleaved sessions over changing numbers of connections, two restarts and a reload."""

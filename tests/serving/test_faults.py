@@ -358,10 +358,10 @@ def test_a_deadline_that_passed_changes_nothing(server, agent, seen, witness):
     server.ask("DELETE", "/v2/sessions/late")
 
 
-def test_a_hundred_thousand_sessions(agent, seen):
+def test_thirty_thousand_sessions(agent, seen):
     """As many open as may; the others are told when to come again, and nothing grows."""
     with Served(agent, "--max-sessions", "2000") as server:
-        count = iter(range(100_000))
+        count = iter(range(30_000))
         statuses: list[bytes] = []
 
         def talk():
@@ -373,9 +373,9 @@ def test_a_hundred_thousand_sessions(agent, seen):
                     assert b"retry-after: " in response
 
         load("127.0.0.1", server.port, [talk() for _ in range(32)], 300)
-        assert len(statuses) == 100_000
+        assert len(statuses) == 30_000
         assert statuses.count(b"200") == 2000
-        assert statuses.count(b"429") == 98_000
+        assert statuses.count(b"429") == 28_000
         assert psutil.Process(server.process.pid).memory_info().rss < 400e6
         assert server.tick(seen[0], "s-000000", sequence_end=True).status == 200
         assert server.tick(seen[0], "one-more", sequence_start=True).status == 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -53,6 +54,7 @@ def test_the_policy_stage_with_two_actors_makes_what_it_makes_alone(copy):
     lines = (copy.artifacts / "plots" / "policy.csv").read_text().splitlines()
     column = lines[0].split(",").index("lag")
     assert [line.split(",")[column] for line in lines[-4:]] == ["0", "1", "2", "2"]
-    here = str(copy.path)
-    for process in psutil.process_iter(["cwd"]):
-        assert process.info["cwd"] != here, process
+    here, until = str(copy.path), time.monotonic() + 30
+    while left := [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == here]:
+        assert time.monotonic() < until, left
+        time.sleep(0.5)

@@ -118,7 +118,7 @@ def card(
     """
     from hamlet.artifacts import card_path, write_card
     from hamlet.ort import open_unchecked
-    from hamlet.serving.signature import card_of, maybe_state
+    from hamlet.serving.signature import card_of, maybe_state, signature_of
 
     if not policy.is_file():
         raise HamletError(f"{policy} is missing", "name an ONNX file")
@@ -128,5 +128,5 @@ def card(
     made = card_of(session, str(policy), _pairs(state), action)
     write_card(policy, "policy", made["schema"], extra={"policy": made["policy"]})
     print(f"{card_path(policy)} written: {json.dumps(made['policy'])}")
-    if (told := maybe_state(made)) is not None:
+    if (told := maybe_state(signature_of(made, str(policy)))) is not None:
         print(f"{policy}: {told}", file=sys.stderr)

@@ -255,7 +255,7 @@ class Watch:
             action=model.action,
             batched=signature.batched,
         )
-        if (told := maybe_state(model.agent.card)) is not None:
+        if (told := maybe_state(signature)) is not None:
             log("warning", text=told)
 
 

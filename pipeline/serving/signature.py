@@ -358,7 +358,8 @@ def _pairs_by_name(
         following = _following(_plain(entry["name"]), plain)
         if following is None or following in pairs.values():
             continue
-        if _alike(entry, outputs[following]):
+        other = outputs[following]
+        if (other["dtype"], other["shape"]) == (entry["dtype"], entry["shape"]):
             pairs[entry["name"]] = following
     return pairs
 
@@ -366,10 +367,6 @@ def _pairs_by_name(
 def _plain(name: str) -> str:
     """`lstm.hiddenIn` as `lstm_hidden_in`."""
     return re.sub(r"\W", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)).lower()
-
-
-def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return (one["dtype"], one["shape"]) == (other["dtype"], other["shape"])
 
 
 def _following(name: str, outputs: Mapping[str, str]) -> str | None:
@@ -384,17 +381,17 @@ def _following(name: str, outputs: Mapping[str, str]) -> str | None:
     return None
 
 
-def maybe_state(card: Mapping[str, Any]) -> str | None:
+def maybe_state(signature: Signature) -> str | None:
     """What to say of a policy without a state that has an output like one of its inputs."""
-    policy, schema = card.get("policy"), card["schema"]
-    if policy is None or policy["states"]:
+    if signature.states:
         return None
-    for entry in schema["inputs"]:
-        for other in schema["outputs"]:
-            if other["name"] != policy["action"] and _alike(entry, other):
-                pair = f"{entry['name']}={other['name']}"
+    for given in signature.inputs.values():
+        for other in signature.outputs.values():
+            alike = (given.dtype, given.shape, given.axis) == (other.dtype, other.shape, other.axis)
+            if alike and other.name != signature.action:
                 return (
-                    f"'{entry['name']}' and '{other['name']}' are of one type and shape: if they "
-                    f"are the memory, say so by --state {pair}; as it is, nothing is remembered"
+                    f"'{given.name}' and '{other.name}' are of one type and shape: if they are the "
+                    f"memory, say so by --state {given.name}={other.name}; as it is, nothing is "
+                    "remembered"
                 )
     return None

@@ -9,7 +9,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from served import Served
 
-from hamlet.serving.signature import card_of, maybe_state
+from hamlet.serving.signature import card_of, maybe_state, signature_of
 
 SIZE = 4
 
@@ -74,13 +74,19 @@ def card(given: str, following: str, width: int = SIZE) -> dict:
 def test_a_pair_is_found_by_its_names(given, following):
     found = card(given, following)
     assert found["policy"] == {"states": {given: following}, "action": "action"}
-    assert maybe_state(found) is None
+    assert maybe_state(signature_of(found, "policy")) is None
 
 
 def test_other_names_are_no_pair_and_it_is_said():
     found = card("foo", "bar", width=3)
     assert found["policy"]["states"] == {}
-    assert "--state foo=bar" in maybe_state(found)
+    assert "--state foo=bar" in maybe_state(signature_of(found, "policy"))
+
+
+def test_a_card_by_hand_need_not_name_states():
+    found = card("foo", "bar", width=3)
+    del found["policy"]["states"]
+    assert "--state foo=bar" in maybe_state(signature_of(found, "policy"))
 
 
 def test_a_server_that_remembers_nothing_says_so(tmp_path):

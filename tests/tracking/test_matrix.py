@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from copied_repo import ROOT, Repo
 from mlflow.tracking import MlflowClient
-
-from hamlet.tracking import store
+from tracked import mlflow_server
 
 pytestmark = pytest.mark.slow
 
@@ -135,29 +130,6 @@ def run_modes(repo: Repo) -> tuple[dict[str, float], str]:
     return seconds, said
 
 
-@contextmanager
-def server(port: int, folder: Path) -> Iterator[None]:
-    """A real one, until the block ends."""
-    folder.mkdir()
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{folder / 'server.db'}"]
-    command += ["--artifacts-destination", str(folder / "files")]
-    with (folder / "server.log").open("w") as log:
-        process = subprocess.Popen(
-            command, cwd=folder, stdout=log, stderr=log, start_new_session=True
-        )
-    try:
-        until = time.monotonic() + 120
-        while store.unusable(f"http://127.0.0.1:{port}"):
-            assert process.poll() is None, (folder / "server.log").read_text()
-            assert time.monotonic() < until
-            time.sleep(0.2)
-        yield
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory) -> Iterator[dict[str, Case]]:
     """All of the matrix. The dead server is back at the end, and one more stage sees that."""
@@ -170,7 +142,7 @@ def cases(tmp_path_factory) -> Iterator[dict[str, Case]]:
         repo, uri = small_repo(folder / name, port, name)
         found[name] = Case(repo, uri, *run_modes(repo))
     dead = found["dead"].repo
-    with server(port, folder / "served"):
+    with mlflow_server(port, folder / "served"):
         repo, uri = small_repo(folder / "server", port, "server")
         found["server"] = Case(repo, uri, *run_modes(repo))
         dead.env["MODE"] = "later"

@@ -2,20 +2,18 @@
 
 import json
 import os
-import signal
 import socket
 import sqlite3
-import subprocess
-import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 from mlflow.tracking import MlflowClient
-from tracked import children_of, parent_of, python
+from tracked import children_of, mlflow_server, parent_of, python
 
 from hamlet import tracking
-from hamlet.tracking import stage_run, store, tracking_uri
+from hamlet.tracking import stage_run, tracking_uri
 
 
 @pytest.mark.slow
@@ -42,19 +40,7 @@ def test_a_dead_server_costs_seconds_and_gets_everything_when_it_is_back(
     assert "mlflow.db.unsent" in err
     (here / "note.txt").write_text("changed since")
 
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{tmp_path / 'server.db'}"]
-    command += ["--artifacts-destination", str(tmp_path / "files")]
-    with (tmp_path / "server.log").open("w") as log:
-        server = subprocess.Popen(
-            command, cwd=tmp_path, stdout=log, stderr=log, start_new_session=True
-        )
-    try:
-        until = time.monotonic() + 120
-        while store.unusable(uri):
-            assert server.poll() is None, (tmp_path / "server.log").read_text()
-            assert time.monotonic() < until
-            time.sleep(0.2)
+    with mlflow_server(port, tmp_path / "served"):
         monkeypatch.setenv("HAMLET_EXECUTION", "a later one")
         with stage_run("later"):
             pass
@@ -67,21 +53,20 @@ def test_a_dead_server_costs_seconds_and_gets_everything_when_it_is_back(
         assert Path(place).read_text() == "kept"
         assert set(children_of(client, parent_of(client, "a later one"))) == {"later"}
         assert not [f for f in (here / "mlflow.db.unsent").glob("*/") if "kept-" in f.name]
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
 
 
-def test_equal_work_done_twice_is_two_runs_while_the_server_is_down(here, monkeypatch):
+def test_equal_work_done_twice_is_two_runs_while_the_server_is_down(here, monkeypatch, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{free.getsockname()[1]}")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     keys = []
     for execution in ("first", "second"):
         monkeypatch.setenv("HAMLET_EXECUTION", execution)
         with stage_run("alike") as run:
             run.metrics({"x": 1.0})
         keys.append(run.key)
+    assert not list(tmp_path.iterdir()), "only where the repository is read-only"
     assert keys[0] != keys[1]
     kept = [path for path in (here / "mlflow.db.unsent").glob("*/") if "alike-" in path.name]
     told = [json.loads((path / "events.jsonl").read_text().splitlines()[0]) for path in kept]

@@ -1,13 +1,18 @@
 """What the tests of tracking ask MLflow, and how they start other processes."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from mlflow.entities import ViewType
 
 from hamlet import tracking
+from hamlet.tracking import store
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,3 +55,26 @@ with stage_run(sys.argv[1] if len(sys.argv) > 1 else "work") as run:
         time.sleep(0.01)
     PAUSE
 """
+
+
+@contextmanager
+def mlflow_server(port: int, folder: Path) -> Iterator[None]:
+    """A real `mlflow server`, until the block ends."""
+    folder.mkdir()
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{folder / 'server.db'}"]
+    command += ["--artifacts-destination", str(folder / "files")]
+    with (folder / "server.log").open("w") as log:
+        process = subprocess.Popen(
+            command, cwd=folder, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        until = time.monotonic() + 120
+        while store.unusable(f"http://127.0.0.1:{port}"):
+            assert process.poll() is None, (folder / "server.log").read_text()
+            assert time.monotonic() < until
+            time.sleep(0.2)
+        yield
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -238,6 +238,9 @@ def test_a_token_is_asked_for(policy, known):
         triton.InferenceServerClient(address(server)) as client,
     ):
         assert client.is_server_live()
+        with grpc.insecure_channel(address(server)) as channel:  # a probe has no token
+            check = channel.unary_unary("/grpc.health.v1.Health/Check")
+            assert check(b"", timeout=10) == b"\x08\x01"
         obs = inputs(obs=known[0][0, :1])
         for headers in ({}, {"authorization": "Bearer wrong"}):
             with pytest.raises(InferenceServerException, match=r"UNAUTHENTICATED.*token"):

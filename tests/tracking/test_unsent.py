@@ -72,6 +72,14 @@ def test_equal_work_done_twice_is_two_runs_while_the_server_is_down(here, monkey
     told = [json.loads((path / "events.jsonl").read_text().splitlines()[0]) for path in kept]
     assert {one["open"]["execution"]["key"] for one in told} == {"first", "second"}
 
+    # One that was stopped is still gone on with, though a finished one of its name waits.
+    with pytest.raises(KeyboardInterrupt), stage_run("alike") as stopped:
+        raise KeyboardInterrupt
+    with stage_run("alike") as resumed:
+        pass
+    assert stopped.key not in keys
+    assert resumed.key == stopped.key
+
 
 def test_a_locked_database_delays_but_loses_nothing(here, client, capsys):
     """Another process holds the write lock while the stage starts and logs."""

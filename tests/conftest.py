@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     needing = {item.path for item in items if {"tiny", "copy"} & set(item.fixturenames)}  # type: ignore[attr-defined]
     first = next((item.path for item in items if item.path in needing), None)
     items.sort(key=lambda item: (item.path != first, item.path in needing))
+
+
+@pytest.fixture(autouse=True)
+def own_mlflow() -> Iterator[None]:
+    """MLflow keeps a URI that it is told in the environment: not for the next test."""
+    before = {name: text for name, text in os.environ.items() if name.startswith("MLFLOW_")}
+    yield
+    if "mlflow" in sys.modules:
+        import mlflow
+
+        mlflow.set_tracking_uri(None)
+        mlflow.set_registry_uri(None)
+    for name in [name for name in os.environ if name.startswith("MLFLOW_")]:
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

@@ -196,10 +196,7 @@ def test_the_champion_in_mlflow_is_the_file(tiny, monkeypatch):
 
     monkeypatch.chdir(tiny.path)  # the artifacts' names are relative to it
     mlflow.set_tracking_uri("sqlite:///mlflow.db")
-    try:
-        model = mlflow.onnx.load_model("models:/hamlet-agent@champion")
-    finally:
-        mlflow.set_tracking_uri(None)
+    model = mlflow.onnx.load_model("models:/hamlet-agent@champion")
     theirs = onnxruntime.InferenceSession(
         model.SerializeToString(), providers=["CPUExecutionProvider"]
     )

@@ -2,7 +2,6 @@
 
 import shutil
 
-import mlflow
 import pytest
 from mlflow.tracking import MlflowClient
 from registered import SCORES, TRAINED, set_gate, write_agent, write_prover, write_returns
@@ -33,6 +32,4 @@ def repo(tmp_path, monkeypatch, fresh_database):
     write_json(tmp_path / "artifacts/metrics/evaluate.json", SCORES)
     write_json(tmp_path / "artifacts/metrics/policy.json", TRAINED)
     set_gate(tmp_path, 2.0)
-    yield tmp_path
-    mlflow.set_tracking_uri(None)
-    mlflow.set_registry_uri(None)
+    return tmp_path

@@ -38,9 +38,7 @@ def registry(agent, other, tmp_path, monkeypatch):
             register.log_model(run, candidate)
     client = tracking.client()
     client.set_registered_model_alias("hamlet-agent", "champion", "1")
-    yield client
-    mlflow.set_tracking_uri(None)
-    mlflow.set_registry_uri(None)
+    return client
 
 
 def environment() -> dict[str, str]:

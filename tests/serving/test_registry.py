@@ -20,7 +20,7 @@ CHAMPION = "models:/hamlet-agent@champion"
 @pytest.fixture
 def registry(agent, other, tmp_path, monkeypatch):
     """A repository whose registry holds two agents: 1 is `agent`, 2 `other`, the champion 1."""
-    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("mlflow")
     from hamlet import tracking
     from hamlet.registry import Cases
     from stages import register

@@ -175,7 +175,7 @@ def add_traces(
     now, then = goal_log_probs(learner.mind.policy, data, precision), data["goal_log_prob"]
     traced = vtrace(
         now, then, data["reward"] * (3 * (1 - params.gamma)), values, following,
-        data["done"], data["done"], params.gamma,
+        data["done"], data["done"], params.gamma, params.lam,
     )  # fmt: skip
     data["value"], data["advantages"], data["returns"] = values, traced.advantages, traced.targets
     chosen = (data["decide"] & data["active"]).float()

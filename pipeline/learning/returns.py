@@ -69,6 +69,7 @@ def vtrace(
     terminated: Tensor,
     ended: Tensor,
     gamma: float,
+    lam: float = 1.0,
     rho_clip: float = 1.0,
     c_clip: float = 1.0,
     known: Tensor | None = None,
@@ -76,10 +77,10 @@ def vtrace(
     """V-trace targets and policy-gradient advantages (Espeholt et al. 2018, IMPALA, eq. 1).
 
     Shapes and meaning as in `gae`; `log_prob` is of the current policy, `behaviour_log_prob` of
-    the one that acted.
+    the one that acted; `lam` as in remark 2 there: below 1, less noise and more of the critic.
     """
     ratio = (log_prob - behaviour_log_prob).exp()
-    rho, c = ratio.clamp(max=rho_clip), ratio.clamp(max=c_clip)
+    rho, c = ratio.clamp(max=rho_clip), lam * ratio.clamp(max=c_clip)
     bootstrap = next_values * ~terminated
     delta = rho * (rewards + gamma * bootstrap - values)
     if known is not None:

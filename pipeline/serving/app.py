@@ -77,6 +77,8 @@ class App:
         self.origins = tuple(origin.encode() for origin in origins)
         self._reading: dict[asyncio.Task[Any], float] = {}
         self.parser = protocol.Parser()
+        self.heads: dict[bytes, Any] = {}
+        """What `Connection` remembers of requests."""
         name = engine.name
         self.infer_path = f"/v2/models/{quote(name)}/infer".encode()
         model = ("v2", "models", name)

@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Sized
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -23,8 +23,19 @@ from hamlet.serving.errors import READ_SECONDS, Reply, failed, too_slow
 from hamlet.serving.headers import MAX_BODY, authorize, cors, trace
 
 MAX_HEAD = 1 << 16  # bytes of a request's line and headers
+MAX_KNOWN, MAX_KNOWN_BYTES = 1000, 2048  # heads remembered, and how long they may be
 _OFFERS = (b"upgrade", b"http2-settings")  # of another protocol
 _OK = STATUS_LINE[HTTPStatus.OK]
+
+
+class Head(NamedTuple):
+    """The line and the headers of requests on the short way, understood: a client sends the same
+    ones at every tick."""
+
+    keep_alive: bool
+    header_length: bytes | None
+    headers: list[tuple[bytes, bytes]]
+    body_bytes: int
 
 
 class _Short:
@@ -83,6 +94,8 @@ class Connection(HttpToolsProtocol):
 
     in_head = head_is_new = False
     """Whether a request's head is being read, and whether it began in the last piece."""
+    in_message = False
+    """Whether the parser has a part of a request."""
     head_bytes = 0
     """Of that head, without its first piece, which may hold other requests too."""
 
@@ -95,11 +108,16 @@ class Connection(HttpToolsProtocol):
         (`Upgrade: h2c`, as curl and Java do): unless that is a WebSocket, the offer is declined as
         HTTP/1.1 allows, and the request is parsed again without it, with its body."""
         self._unset_keepalive_if_required()
+        fresh = not self.in_message
+        if fresh and self._is_known(data):
+            return
         while True:
             try:
                 self.parser.feed_data(data)
                 if self.in_head:
                     self._head_goes_on(len(data))
+                if fresh:
+                    self._remember(data)
                 return
             except httptools.HttpParserUpgrade as error:
                 if not self.upgrade_ignored:
@@ -112,6 +130,39 @@ class Connection(HttpToolsProtocol):
             except httptools.HttpParserError:
                 self.send_400_response("Invalid HTTP request received.")
                 return
+
+    def _is_known(self, data: bytes) -> bool:
+        """Whether these bytes are one whole request with a head that was understood before; then it
+        is on its way, past the parser."""
+        if self.pipeline or self.flow.write_paused:
+            return False
+        if self.cycle is not None and not self.cycle.response_complete:
+            return False
+        end = data.find(b"\r\n\r\n") + 4
+        app: Any = self.config.app
+        head = app.heads.get(data[:end])
+        if head is None or len(data) - end != head.body_bytes:
+            return False
+        short = _Short(head.keep_alive, head.header_length, head.headers)
+        short.body = data[end:]
+        self.cycle = short  # type: ignore[assignment]
+        self._read(short)
+        return True
+
+    def _remember(self, data: bytes) -> None:
+        """Keep the head if these bytes are one whole request on the short way: then what follows
+        the head is as long as it says."""
+        cycle: Any = self.cycle
+        end = data.find(b"\r\n\r\n") + 4
+        if type(cycle) is not _Short or end > MAX_KNOWN_BYTES:
+            return
+        body_bytes = len(data) - end
+        if (b"content-length", b"%d" % body_bytes) in cycle.headers:
+            app: Any = self.config.app
+            if len(app.heads) >= MAX_KNOWN:
+                app.heads.clear()
+            head = Head(cycle.keep_alive, cycle.header_length, cycle.headers, body_bytes)
+            app.heads[data[:end]] = head
 
     def _head_goes_on(self, size: int) -> None:
         if self.head_is_new:
@@ -161,6 +212,7 @@ class Connection(HttpToolsProtocol):
         self.expect_100_continue = False
         self.headers = []
         self.in_head, self.head_is_new, self.head_bytes = True, True, 0
+        self.in_message = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Keep a header. Blanks around its value are none of it, which the parser only knows of
@@ -217,10 +269,15 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if self.upgrade_ignored:
             return
+        self.in_message = False
         cycle: Any = self.cycle
         if type(cycle) is not _Short:
             super().on_message_complete()
             return
+        self._read(cycle)
+
+    def _read(self, cycle: _Short) -> None:
+        """A whole request is here: hand it to the engine."""
         cycle.reading = False
         app: App = self.config.app  # type: ignore[assignment]
 

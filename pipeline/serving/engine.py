@@ -39,6 +39,7 @@ MAX_ENDED = 10_000  # lives that ended and whose last requests can still be aske
 MAX_RETRY = 3600.0  # seconds at most after which a client is told to try again
 DEADLINE_SECONDS = 10.0  # in which a request's turn must come, where it does not say
 INLINE_ROWS = 2  # so few rows, one after another, run faster than a thread is woken
+INLINE_SECONDS = 5e-4  # a model whose full batch takes less never needs one
 
 
 class Engine:
@@ -367,8 +368,9 @@ class Engine:
             return
         self._running = True
         began = time.monotonic()
+        quick = model.batch_seconds < INLINE_SECONDS
         small = len(batch) <= INLINE_ROWS
-        if small and self._small:
+        if quick or (small and self._small):
             self._finish(model, batch, began, attempt(model.run, len(batch)))
             return
         self._small = small
@@ -419,7 +421,8 @@ class Engine:
             else [chosen[row : row + 1].copy() for row in range(len(batch))]
         )
         more = [model.decision(row) if item.thoughts else None for row, item in enumerate(batch)]
-        if sum(map(len, self._ready.values())) >= MAX_BATCH // 2:
+        waiting = sum(map(len, self._ready.values()))
+        if waiting >= MAX_BATCH // 2 and model.batch_seconds >= INLINE_SECONDS:
             self._dispatch()  # the next batch runs while the answers of this one are written
         for item, action, decision in zip(batch, actions, more, strict=True):
             item.session.ticks += 1

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -142,6 +143,8 @@ class Model:
         self.counts = Counts()
         self._bindings: dict[int, Any] = {}
         self._period = 1
+        self.batch_seconds = float("inf")
+        """What a full batch takes here, seen by `warm_up`."""
         self._free = list(range(capacity - 1, -1, -1))
 
     def _short_answers(self, action: Field) -> None:
@@ -399,8 +402,8 @@ def attempt(run: Callable[[int], None], n: int) -> Exception | None:
 
 
 def warm_up(model: Model) -> None:
-    """Run once with one row and with many, so that the first request does not pay for it, and see
-    at which ticks of a life the agent deliberates.
+    """Run with one row and with many, so that the first request does not pay for it, and see how
+    long a full batch takes and at which ticks of a life the agent deliberates.
 
     Raises:
         HamletError: the graph cannot run here.
@@ -411,10 +414,12 @@ def warm_up(model: Model) -> None:
         model.inputs[model.signature.mask][:] = True
     if model.signature.clock:
         model.inputs[model.signature.clock][:] = np.arange(model.max_batch)
-    for n in (1, model.max_batch):
+    for n in (1, model.max_batch, model.max_batch):
+        began = time.perf_counter()
         error = attempt(model.run, n)
         if error is not None:
             raise HamletError(
                 f"version {model.version} cannot run ({str(error).splitlines()[0][:200]})"
             )
+        model.batch_seconds = time.perf_counter() - began
     model.look_at_deliberation()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -17,10 +17,12 @@ from hamlet.artifacts import HamletError
 from hamlet.serving import lives
 from hamlet.serving.agent import Decision
 from hamlet.serving.model import DATATYPES, RNG_RANGE, Field, Model
-from hamlet.serving.tensors import feeds_of, integer, record_of
+from hamlet.serving.tensors import feeds_of, integer, listed_record, plain_record, record_of
 
 Results = int | np.ndarray | list[tuple[str, np.ndarray, bool]]
 MAX_KNOWN, MAX_KNOWN_BYTES = 10_000, 4096  # headers remembered, and how long they may be
+MAX_LISTED = 1 << 16  # bytes of a JSON request whose lists are looked at apart
+_flat_data = re.compile(rb'"data":\s*\[([^][{}"]*)\]')
 _NOT_DONE = ("classification", "shared_memory_region")  # extensions that change an output
 _BOM = b"\xef\xbb\xbf"
 MAX_TIMEOUT = 3_600_000_000  # microseconds
@@ -97,12 +99,30 @@ def header_of(body: bytes, header_length: bytes | None) -> tuple[dict[str, Any],
     return header, view[end:]
 
 
+class Known(NamedTuple):
+    """A request of which only the numbers change.
+
+    Attributes:
+        request: without its record. version: that understood it.
+        where: of the record's fields in the binary data; or, of a JSON request, the inputs' names.
+    """
+
+    request: InferRequest
+    version: str
+    where: list[Any]
+
+    def again(self, record: bytes) -> InferRequest:
+        request = self.request.copy()
+        request.record = record
+        return request
+
+
 class Parser:
-    """Understands requests, and remembers the headers of binary ones: all ticks of a session have
-    the same."""
+    """Understands requests, and remembers what is the same in all ticks of a session: the header of
+    binary ones, and of JSON everything but the lists of numbers."""
 
     def __init__(self) -> None:
-        self.known: dict[bytes, tuple[InferRequest, str, list[slice]]] = {}
+        self.known: dict[bytes, Known] = {}
 
     def parse(
         self, body: bytes, header_length: bytes | None, models: Callable[[InferRequest], Model]
@@ -116,27 +136,56 @@ class Parser:
         Raises:
             HamletError: naming the field that is wrong; or what `models` raises.
         """
+        if header_length is None and len(body) <= MAX_LISTED:
+            return self._listed(body, models)
         head = None
         if header_length is not None and header_length.isdigit():
             head = body[: int(header_length)]
             known = self.known.get(head)
             if known is not None:
-                request, version, cuts = known
-                model = models(request)
-                if len(body) - len(head) == model.record_bytes and model.version == version:
+                model = models(known.request)
+                if len(body) - len(head) == model.record_bytes and model.version == known.version:
                     at = len(head)
-                    again = request.copy()
-                    again.record = b"".join([body[at + c.start : at + c.stop] for c in cuts])
-                    return again, model
+                    cuts = known.where
+                    record = b"".join([body[at + c.start : at + c.stop] for c in cuts])
+                    return known.again(record), model
         header, binary = header_of(body, header_length)
         request, model = understand(header, binary, models)
+        if head and len(binary) == model.record_bytes:
+            self._remember(head, request, model, lambda: _cuts(model, header["inputs"]))
+        return request, model
+
+    def _listed(
+        self, body: bytes, models: Callable[[InferRequest], Model]
+    ) -> tuple[InferRequest, Model]:
+        """`parse` of a JSON request."""
+        pieces = _flat_data.split(body)
+        frame = b"\0".join(pieces[::2])  # no JSON has this byte
+        known = self.known.get(frame)
+        if known is not None:
+            model = models(known.request)
+            if model.version == known.version:
+                lists = b"[[%b]]" % b"],[".join(pieces[1::2])
+                record = listed_record(model, known.where, lists)
+                if record is not None:
+                    return known.again(record), model
+        header, binary = header_of(body, None)
+        request, model = understand(header, binary, models)
+        inputs = header["inputs"]
+        # Every list is then the data of an input, and all inputs have one, in the same order.
+        listed = len(pieces) // 2 == len(inputs) == body.count(b'"data"')
+        if listed and request.record and plain_record(model, inputs) is not None:
+            self._remember(frame, request, model, lambda: [entry["name"] for entry in inputs])
+        return request, model
+
+    def _remember(
+        self, text: bytes, request: InferRequest, model: Model, where: Callable[[], list[Any]]
+    ) -> None:
         lasting = request.sequence is not None and not request.start and not request.end
-        usual = lasting and request.id is None and len(binary) == model.record_bytes
-        if head and usual and len(head) <= MAX_KNOWN_BYTES:
+        if lasting and request.id is None and len(text) <= MAX_KNOWN_BYTES:
             if len(self.known) >= MAX_KNOWN:
                 self.known.clear()
-            self.known[head] = request, model.version, _cuts(model, header["inputs"])
-        return request, model
+            self.known[text] = Known(request, model.version, where())
 
 
 def understand(

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import orjson
 
 from hamlet.artifacts import HamletError
 from hamlet.serving.model import Field, Model
@@ -40,13 +41,33 @@ def plain_record(model: Model, inputs: list[Any]) -> bytes | None:
     None for all else: `checked_record` understands it, or says what is wrong with it.
     """
     data: dict[str, list[Any]] = {}
-    parts = []
     try:
         for entry in inputs:
             name = entry["name"]
             numbers = data[name] = entry["data"]
             if (entry["datatype"], entry["shape"], len(numbers)) != model.plain[name]:
                 return None
+    except (KeyError, TypeError):
+        return None
+    return _joined(model, data) if len(data) == len(inputs) else None
+
+
+def listed_record(model: Model, names: list[str], lists: bytes) -> bytes | None:
+    """`plain_record` of inputs that are known but for their data: JSON of a list for each name."""
+    try:
+        data = dict(zip(names, orjson.loads(lists), strict=True))
+    except (orjson.JSONDecodeError, ValueError):
+        return None
+    for name, numbers in data.items():
+        if len(numbers) != model.plain[name][2]:
+            return None
+    return _joined(model, data)
+
+
+def _joined(model: Model, data: dict[str, list[Any]]) -> bytes | None:
+    """A record of flat lists of the right lengths; None if a number in them is of another kind."""
+    parts = []
+    try:
         for dtype, names in model.names_by_dtype.items():
             numbers = [*chain.from_iterable(map(data.__getitem__, names))]
             types, pack = _PACKERS[dtype]
@@ -55,7 +76,7 @@ def plain_record(model: Model, inputs: list[Any]) -> bytes | None:
             parts.append(pack(numbers))
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
-    return b"".join(parts) if len(data) == len(inputs) else None
+    return b"".join(parts)
 
 
 def checked_record(model: Model, inputs: list[Any], binary: memoryview) -> bytes:

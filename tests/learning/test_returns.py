@@ -55,13 +55,17 @@ def test_truncation_bootstraps_and_termination_does_not():
 
 
 @settings(max_examples=150)
-@given(experience(), st.floats(0.5, 0.999), st.floats(0.3, 2), st.floats(0.3, 2), st.data())
-def test_vtrace_is_the_sum_of_its_definition(e, gamma, rho_clip, c_clip, data):
-    """Eq. 1: v_s = V(x_s) + sum_t gamma^(t-s) (prod c) rho_t delta_t, inside the episode."""
+@given(
+    experience(), st.floats(0.5, 0.999), st.floats(0, 1), st.floats(0.3, 2), st.floats(0.3, 2),
+    st.data(),
+)  # fmt: skip
+def test_vtrace_is_the_sum_of_its_definition(e, gamma, lam, rho_clip, c_clip, data):
+    """Eq. 1 and remark 2: v_s = V(x_s) + sum_t gamma^(t-s) (prod lam c) rho_t delta_t, inside the
+    episode."""
     ticks = len(e["rewards"])
     numbers = st.lists(st.floats(-1, 1, width=32), min_size=ticks, max_size=ticks)
     now, then = torch.tensor(data.draw(numbers)), torch.tensor(data.draw(numbers))
-    got = vtrace(now, then, **e, gamma=gamma, rho_clip=rho_clip, c_clip=c_clip)
+    got = vtrace(now, then, **e, gamma=gamma, lam=lam, rho_clip=rho_clip, c_clip=c_clip)
     ratio = [math.exp(float(a - b)) for a, b in zip(now, then, strict=True)]
 
     def following(k):
@@ -73,7 +77,7 @@ def test_vtrace_is_the_sum_of_its_definition(e, gamma, rho_clip, c_clip, data):
         for t in range(s, ticks):
             delta = float(e["rewards"][t]) + gamma * following(t) - float(e["values"][t])
             total += gamma ** (t - s) * weight * min(ratio[t], rho_clip) * delta
-            weight *= min(ratio[t], c_clip)
+            weight *= lam * min(ratio[t], c_clip)
             if e["ended"][t]:
                 break
         targets.append(total)

@@ -5,6 +5,7 @@ A dataset is a TensorDict [T, B] of B recorded worlds; per-agent fields are [T, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,11 @@ def per_agent(chunk: TensorDict) -> TensorDict:
         {key: value.flatten(1, 2) for key, value in fields.items()},
         batch_size=[chunk.shape[0], chunk.shape[1] * agents],
     )
+
+
+def sent(rows: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
+    """Indices [.] of equal shapes, drawn on the CPU, where the data is; sent together."""
+    return tuple(rows) if device.type == "cpu" else torch.stack(tuple(rows)).to(device).unbind()
 
 
 class SequenceReader:
@@ -61,7 +67,8 @@ class SequenceReader:
         """
         with region("data"):
             ticks = local_shard(self.start).unsqueeze(0) + torch.arange(self.chunk).unsqueeze(1)
-            chunk = self.data[ticks, local_shard(self.world).unsqueeze(0).expand_as(ticks)]
+            worlds = local_shard(self.world).unsqueeze(0).expand_as(ticks)
+            chunk = self.data[sent((ticks, worlds), self.data["action"].device)]
             self.start = self.start + self.chunk
             over = self.start >= self.data.shape[0]
             self.world = torch.where(over, self._draw(len(over)), self.world)

@@ -55,7 +55,6 @@ class Update:
             size runs eager and is counted in `off_graph_steps`.
         precision: autocast type of forward and loss; fp16 adds a gradient scaler.
         weight_decay: decoupled weight decay.
-        device: where the parameters live.
 
     Raises:
         ValueError: for CUDA graphs of what is not compiled.
@@ -72,14 +71,14 @@ class Update:
         cuda_graphs: bool = False,
         precision: Precision = "fp32",
         weight_decay: float = 0.0,
-        device: str = "cpu",
     ) -> None:
         if cuda_graphs and not compile:
             raise ValueError("cuda_graphs: only a compiled loss is replayed: set compile too")
         self.parameters = list(parameters)
         self.max_grad_norm = max_grad_norm
+        self._device = self.parameters[0].device.type
         self.optimizer = fused_adam(self.parameters, learning_rate, weight_decay=weight_decay)
-        self.scaler = torch.amp.GradScaler(device.split(":")[0], enabled=precision == "fp16")
+        self.scaler = torch.amp.GradScaler(self._device, enabled=precision == "fp16")
         self.skipped_steps = 0
         self.compile_active = compile
         self.off_graph_steps = 0
@@ -87,7 +86,6 @@ class Update:
         self._shapes: list[torch.Size] = []
         self._first = True
         self._lost_in_a_row = 0
-        self._device = device.split(":")[0]
         self._precision = precision
         self._eager = loss
         self._loss = loss
@@ -96,7 +94,10 @@ class Update:
             self._loss = torch.compile(loss, fullgraph=True, options=options)
 
     def set_learning_rate(self, rate: float) -> None:
-        for group in self.optimizer.param_groups:
+        self._set_rates([rate] * len(self.optimizer.param_groups))
+
+    def _set_rates(self, rates: list[float]) -> None:
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
             else:
@@ -189,6 +190,10 @@ class Update:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
+        # Of what was saved on another device only the numbers: how they are used is this one's.
+        own = self.optimizer.state_dict()["param_groups"]
+        rates = [float(group["lr"]) for group in state["optimizer"]["param_groups"]]
+        self.optimizer.load_state_dict(state["optimizer"] | {"param_groups": own})
+        self._set_rates(rates)
         self.scaler.load_state_dict(state["scaler"])
         self.skipped_steps = state["skipped_steps"]

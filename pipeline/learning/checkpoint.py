@@ -93,12 +93,13 @@ class Checkpoint:
             return
         rows = distributed.all_gather(dict(rows or {}))
         self.last = time.monotonic()
-        if distributed.rank():
-            return
+        # Asked of every rank: of what ranks share each has its part.
         parts = {
             name: part.get_state() if isinstance(part, torch.Generator) else part.state_dict()
             for name, part in self.parts.items()
         }
+        if distributed.rank():
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(self.path) as temporary:
             saved = {"step": step, "parts": parts, "extra": dict(extra or {}), "rows": rows}

@@ -17,6 +17,7 @@ from hamlet.learning.log import Log
 from hamlet.learning.losses import weighted_means, weighted_terms
 from hamlet.learning.returns import discounted
 from hamlet.learning.sequences import sent
+from hamlet.learning.sharded import Shared, shard
 from hamlet.learning.update import Update
 from hamlet.modules.contracts import METERS, TownShape
 from hamlet.modules.world_model import ERROR_UNIT, WorldModel
@@ -181,9 +182,11 @@ def train_world_model(
     """Train on the given worlds of `experience` [T, B, N]."""
     torch.manual_seed(seed)
     device = experience["action"].device
-    model = WorldModel(shape, latent, params.hidden, params.members).to(device)
+    model = WorldModel(shape, latent, params.hidden, params.members)
     rng = torch.Generator().manual_seed(seed)
     model.scale.copy_(output_scale(model, windows(experience, 1, 8192, worlds, rng)))
+    shared = params.shard and distributed.ranks() > 1
+    model = shard(model, model.layers, "members_step", device) if shared else model.to(device)
 
     distributed.local_count(params.batch, "params.yaml: world_model.batch")
     drawn = torch.arange(params.members * params.batch).view(params.members, params.batch)
@@ -200,7 +203,8 @@ def train_world_model(
         max_grad_norm=10.0,
         precision=precision,
     )
-    saved = Checkpoint(checkpoint, {"model": model, "update": update, "rng": rng})
+    kept = Shared(model) if shared else model
+    saved = Checkpoint(checkpoint, {"model": kept, "update": update, "rng": rng})
     start, _ = saved.load()
     for step in log.steps(params.steps, start):
         update.set_learning_rate(params.learning_rate * (1 - step / params.steps))
@@ -215,6 +219,10 @@ def train_world_model(
             )
         log.record(step, update(batch))
         saved.save(step + 1)
+    if shared:
+        state = kept.state_dict()
+        model = WorldModel(shape, latent, params.hidden, params.members).to(device)
+        model.load_state_dict(state)
     return model.eval()
 
 

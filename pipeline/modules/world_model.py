@@ -140,8 +140,8 @@ class WorldModel(nn.Module):
         """[., F], [., F]: 1 where the agent knows the affordance's place, and where, known, it is
         the agent's own."""
         size = (self.shape.width, self.shape.height)
-        unit = constant(size * self.shape.num_affordances, mean.dtype, mean.device)
-        cells = mean[..., : self.places] * unit
+        places = mean[..., : self.places]
+        cells = places * constant(size * self.shape.num_affordances, mean.dtype, mean.device)
         distance = cells.abs().unflatten(-1, (-1, 2)).sum(-1)
         # Known: a deviation of at most half a cell; from a whole cell on it is not.
         spread = log_std[..., : self.places].unflatten(-1, (-1, 2)).amax(-1)
@@ -225,9 +225,9 @@ class WorldModel(nn.Module):
             self.places_of(mean, log_std)[1] * F.embedding(hour, self.open.to(mean.dtype)).sigmoid()
         )
         right, down = float(self.shape.width - 1), float(self.shape.height - 1)
-        slope = constant([down, -down, right, -right], known.dtype, known.device)
-        offset = constant([0.0, down, 0.0, right], known.dtype, known.device)
-        walls = self.fields(known, "y", "y", "x", "x") * slope + offset
+        at = self.fields(known, "y", "y", "x", "x")
+        walls = at * constant([down, -down, right, -right], known.dtype, known.device)
+        walls = walls + constant([0.0, down, 0.0, right], known.dtype, known.device)
         borders = torch.cat([usable.sum(-1, keepdim=True), level(walls.abs())], -1)
         return Prediction(
             mean=mean,

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hamlet.device import moved
 from hamlet.export.frozen import freeze, load_frozen
+from hamlet.learning import train_world_model
 from hamlet.learning.beliefs import believe
 from hamlet.learning.learner import first_state
 from hamlet.learning.population import Characters, Selves, play
@@ -30,7 +31,7 @@ from hamlet.learning.train_perception import evaluate_perception, train_percepti
 from hamlet.learning.train_policy import goal_targets, train_policy
 from hamlet.learning.train_prover import TrainConfig, build_prover, rank, train_prover
 from hamlet.learning.train_social import evaluate_social, train_social, with_labels
-from hamlet.learning.train_world_model import evaluate_world_model, experience, train_world_model
+from hamlet.learning.train_world_model import evaluate_world_model, experience
 from hamlet.modules.agent import Mind
 from hamlet.modules.contracts import BeliefDistribution, SocialPrediction, TownShape
 from hamlet.modules.menu import imagined_menu
@@ -39,7 +40,7 @@ from hamlet.params import load_params
 from hamlet.proofs import build_world
 from hamlet.proofs.kinship import kinship_graph
 from hamlet.proofs.ranking import pose, sampled_negatives
-from hamlet.town import Scripted
+from hamlet.town import Scripted, Town, load_pack
 from hamlet.town.tables import timetable
 from stages.collect import PLAYERS, make_town, record
 from stages.common import prepare_torch
@@ -49,7 +50,7 @@ from tests import fake_gpu
 
 ROOT = Path(__file__).parents[1]
 PARAMS = load_params(ROOT / "params.yaml", "tiny")
-WORLDS, TICKS, SEED = 4, 64, 7
+WORLDS, TICKS, LIFE, SEED = 4, 32, 12, 7
 PERCEPTION, WORLD_MODEL, SOCIAL = Path("a.pt2"), Path("b.pt2"), Path("c.pt2")
 
 
@@ -90,14 +91,15 @@ Told = dict[str, Any]
 
 def perception(device: torch.device, given: Recorded) -> Told:
     log, data, shape = Kept(), moved(given.data, device), TownShape.of(make_town(PARAMS))
+    told: Told
     params = PARAMS.perception.model_copy(update={"steps": 2})
     module, heads = train_perception(data, given.training, shape, params, SEED, Path("a.pt"), log)
-    yield_training()
-    told = {
-        "rows": log.rows,
-        "report": evaluate_perception(module, heads, data, given.held_out, 16),
-    }
-    module.to("cpu").cache_odds()
+    note()
+    told = {"rows": log.rows}
+    told["report"] = evaluate_perception(module, heads, data, given.held_out, 16)
+    if device.type != "cpu":  # its file is that of the CPU's training, which loads on either
+        return told
+    module.cache_odds()
     sizes = {"belief_dim": module.belief_dim, "recurrent_dim": module.recurrent_dim}
     frozen(module, example_inputs(shape, module.recurrent_dim, 4, generator()), PERCEPTION, sizes)
     return told
@@ -108,12 +110,14 @@ def world_model(device: torch.device, given: Recorded) -> Told:
     perceive, card = load_frozen(PERCEPTION, device=device)
     lived = experience(data, believe(perceive, card["recurrent_dim"], data), 0.97)
     log, params = Kept(), PARAMS.world_model.model_copy(update={"steps": 2})
-    begin_training()
-    model = train_world_model(
+    begin()
+    model = train_world_model.train_world_model(
         lived, given.training, shape, PARAMS.perception.latent, params, SEED, Path("b.pt"), log
     )
-    yield_training()
+    note()
     report = evaluate_world_model(model, lived, given.held_out, given.training, 0.97, SEED)
+    if device.type != "cpu":
+        return {"rows": log.rows, "report": report}
     d = card["belief_dim"]
     inputs = {
         "mean": torch.zeros(4, d),
@@ -130,9 +134,9 @@ def social(device: torch.device, given: Recorded) -> Told:
     perceive, card = load_frozen(PERCEPTION, device=device)
     labelled = with_labels(data, believe(perceive, card["recurrent_dim"], data))
     log, params = Kept(), PARAMS.social.model_copy(update={"steps": 2})
-    begin_training()
+    begin()
     model = train_social(labelled, given.training, shape, params, SEED, Path("c.pt"), log)
-    yield_training()
+    note()
     report = evaluate_social(model, labelled, given.held_out, 16)
     m, d = shape.num_others, card["belief_dim"]
     inputs = {
@@ -149,44 +153,61 @@ def social(device: torch.device, given: Recorded) -> Told:
     return {"rows": log.rows, "report": report}
 
 
-def mind_of(town: Any) -> tuple[Mind, Callable[..., Any]]:
+def crossed(first: torch.device, then: torch.device, given: Recorded) -> list[Any]:
+    """What module C's second update tells on one device, where the first was on another."""
+    shape, log = TownShape.of(make_town(PARAMS)), Kept()
+    perceive, card = load_frozen(PERCEPTION)
+    labelled = with_labels(given.data, believe(perceive, card["recurrent_dim"], given.data))
+    params, file = PARAMS.social.model_copy(update={"steps": 2}), Path(f"to_{then.type}.pt")
+    for device, until in ((first, 1), (then, 2)):
+        data = moved(labelled, device)
+        train_social(data, given.training, shape, params, SEED, file, log, until)
+    return plain(log.rows)
+
+
+def mind_of(town: Any) -> tuple[Callable[[], Mind], Callable[..., Any]]:
     """The frozen A, B and C with a new D, as `stages.policy.make_mind`, of the files made here."""
     shape, device = TownShape.of(town), town.device
     perceive, card = load_frozen(PERCEPTION, device=device)
     imagine, read = (load_frozen(path, device=device) for path in (WORLD_MODEL, SOCIAL))
     posted = timetable(town.pack)
     told = imagined_menu(imagine[0], shape, card["belief_dim"], posted.to(device), 6).cpu()
-    torch.manual_seed(SEED)
-    policy = Policy(shape, card["belief_dim"], 16, goal_targets(town), posted, told, 4, 0.2)
-    mind = Mind(perceive, imagine[0], read[0], policy.to(device), 2, 2)
     dims = card["recurrent_dim"], shape.num_others, read[1]["recurrent_dim"], device
-    return mind, lambda worlds, agents=shape.num_agents: first_state(worlds, agents, *dims)
+
+    def new() -> Mind:
+        torch.manual_seed(SEED)
+        policy = Policy(shape, card["belief_dim"], 16, goal_targets(town), posted, told, 4, 0.2)
+        return Mind(perceive, imagine[0], read[0], policy.to(device), 2, 2)
+
+    return new, lambda worlds, agents=shape.num_agents: first_state(worlds, agents, *dims)
 
 
 def policy(device: torch.device, given: Recorded) -> Told:
     """Two updates each of imitation, of the critic and of PPO, then of IMPALA; and a match."""
-    town, told = make_town(PARAMS, device=device), {}
-    sizes: dict[str, Any] = {"worlds": 8, "rollout": 4, "hidden": 16, "minibatches": 2}
+    pack = load_pack(PARAMS.town.pack).model_copy(update={"lifespan": LIFE})
+    town, told = Town(pack, num_layouts=8, device=device), {}
+    sizes: dict[str, Any] = {"worlds": 8, "rollout": 2, "hidden": 16, "minibatches": 2}
     sizes |= {"imitation_iterations": 2, "critic_iterations": 1, "imitation_minibatches": 1}
     sizes |= {"imitation_epochs": 1, "ppo_iterations": 1}
+    new, blank = mind_of(town)
     for algorithm in ("ppo", "impala"):
-        (mind, blank), log = mind_of(town), Kept()
+        mind, log = new(), Kept()
         params = PARAMS.policy.model_copy(update=sizes | {"algorithm": algorithm})
-        begin_training()
+        begin()
         train_policy(
             town, TownShape.of(town), mind, blank, params, PARAMS.compile, SEED,
             Path(f"{algorithm}.pt"), log,
         )  # fmt: skip
-        yield_training()
+        note()
         told[algorithm] = log.rows
         sizes |= {"imitation_iterations": 0}
     shape, half = TownShape.of(town), town.num_agents // 2
     mine = Selves(mind, shape, blank, 0, half, True)
     theirs = Characters(Scripted(town, None, SEED), half, town.num_agents)
-    begin_training()
+    begin()
     returns = play(town, mine, theirs, 4, SEED)
-    yield_training()
-    return {**told, "returns": returns.mean(0).cpu().tolist()}
+    note()
+    return {**told, "returns": returns}
 
 
 def prover(device: torch.device, given: Recorded) -> Told:
@@ -197,15 +218,15 @@ def prover(device: torch.device, given: Recorded) -> Told:
     def keep(phase: str, step: int, total: int, numbers: dict[str, Tensor]) -> None:
         rows.append(dict(numbers))
 
-    begin_training()
+    begin()
     told = train_prover(world, asked, config, SEED, keep)
-    yield_training()
+    note()
     del told["training_seconds"]
     graph = world.graph
     questions = pose(graph, world.closure, graph.splits["test"][:8], graph.known())
-    begin_training()
+    begin()
     found = rank(world, asked, questions, sampled_negatives(graph, questions, 10, 1), 8)
-    yield_training()
+    note()
     return {"rows": rows, "told": told, "metrics": found.metrics}
 
 
@@ -236,18 +257,18 @@ def frozen(module: Any, inputs: dict[str, Tensor], path: Path, extra: dict[str, 
 seen: dict[str, dict[str, int]] = {}
 
 
-def begin_training() -> None:
+def begin() -> None:
     """From here on it counts what is waited for and sent."""
     fake_gpu.waits.clear()
     fake_gpu.uploads.clear()
 
 
-def yield_training() -> None:
-    """What was counted since `begin_training`."""
+def note() -> None:
+    """What was counted since `begin`."""
     for kind, counted in (("waits", fake_gpu.waits), ("uploads", fake_gpu.uploads)):
         for place, count in counted.items():
             seen.setdefault(kind, {})[place] = seen.get(kind, {}).get(place, 0) + count
-    begin_training()
+    begin()
 
 
 def plain(value: Any) -> Any:
@@ -261,30 +282,32 @@ def plain(value: Any) -> Any:
 
 def done_on(device: torch.device, given: Recorded) -> dict[str, Any]:
     told = {}
-    Path(device.type).mkdir()
-    os.chdir(device.type)
+    for file in Path().glob("*.pt"):
+        file.unlink()  # a checkpoint of the other device
     for name, work in WORK.items():
         began = time.perf_counter()
-        begin_training()
+        begin()
         told[name] = plain(work(device, given))
         print(
             device.type, name, f"{time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True
         )
-    os.chdir("..")
     return told
 
 
 def main(path: str) -> None:
     fake_gpu.install()  # before autograd counts the devices
     prepare_torch(SEED)
+    train_world_model.REPORT_TICKS = (1, 5)
     with TemporaryDirectory() as folder:
         os.chdir(folder)
         given = recorded()
         cpu = done_on(torch.device("cpu"), given)
         with fake_gpu.Gpu():
             seen.clear()
-            gpu = done_on(torch.device("gpu:0"), given)
-    Path(path).write_text(json.dumps({"cpu": cpu, "gpu": gpu, "seen": seen}))
+            one, other = torch.device("cpu"), torch.device("gpu:0")
+            gpu = done_on(other, given)
+            told = {"crossed": [crossed(one, other, given), crossed(other, one, given)]}
+    Path(path).write_text(json.dumps({"cpu": cpu, "gpu": gpu, "seen": seen} | told))
 
 
 if __name__ == "__main__":

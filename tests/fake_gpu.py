@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 ROOT = Path(__file__).parents[1]
-OURS = tuple(f"{(ROOT / folder).resolve()}/" for folder in ("pipeline", "stages"))
+OURS = tuple(f"{ROOT / folder}/" for folder in ("hamlet", "pipeline", "stages"))
+HELPER = "/device.py"  # whoever called it is named
 # Operations that CUDA takes with tensors of both devices.
 MIXED = {"index", "index_put", "copy_", "_to_copy"}
 # Those whose result, or its size, the host must know.
@@ -78,32 +80,55 @@ def install() -> None:
 def run(f: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """An operation as the GPU takes it, if it is the GPU's."""
     to, name = kwargs.get("device"), f._opname
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    tensors = [*found((*args, *kwargs.values()))]
     mine = any(type(x) is OnGpu for x in tensors)
     ours = to is not None and to.type == "gpu"
-    if any(type(x).__name__ == "FakeTensor" for x in tensors) or not (mine or ours):
+    if not (mine or ours) or any(type(x).__name__ == "FakeTensor" for x in tensors):
         return f(*args, **kwargs)
     if mine:
-        check(name, to, tensors, args, kwargs)
-    elif name == "_to_copy" or name == "copy_":
+        check(name, to, tensors)
+    elif name in ("_to_copy", "copy_"):
         uploads[place()] += 1
-    real_args, real_kwargs = tree_map_only(OnGpu, lambda x: x.real_, (args, kwargs))
-    here = to is None or ours
-    out = f(*real_args, **(real_kwargs | ({} if to is None else {"device": torch.device("cpu")})))
-    out = tree_map_only(torch.Tensor, OnGpu, out) if here else out
-    if mine and here and name != "_local_scalar_dense":
-        return return_and_correct_aliasing(f, args, kwargs, out)
-    return out
+    given = {key: real(value) for key, value in kwargs.items()}
+    out = f(*map(real, args), **(given if to is None else given | {"device": torch.device("cpu")}))
+    if not ours and (to is not None or name == "_local_scalar_dense"):
+        return out
+    out = shown(out)
+    return return_and_correct_aliasing(f, args, kwargs, out) if mine and aliases(f) else out
 
 
-def check(name: str, to: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> None:
+def found(values: Any) -> Iterator[torch.Tensor]:
+    for x in values:
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif isinstance(x, list | tuple):
+            yield from found(x)
+
+
+def real(x: Any) -> Any:
+    if type(x) is OnGpu:
+        return x.real_
+    return type(x)(map(real, x)) if type(x) in (list, tuple) else x
+
+
+def shown(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return OnGpu(x)
+    return type(x)(map(shown, x)) if isinstance(x, list | tuple) else x
+
+
+@cache
+def aliases(f: Any) -> bool:
+    """Whether a result is, or looks into, an argument."""
+    return any(each.alias_info is not None for each in f._schema.returns)
+
+
+def check(name: str, to: Any, tensors: list[torch.Tensor]) -> None:
     """Refuse what CUDA refuses; note what waits, and what sends numbers to the GPU."""
     away = to is not None and to.type != "gpu"
     if name == "_assert_tensor_metadata" and away:
         raise RuntimeError("this graph was frozen for the CPU")
-    weighted = name == "bincount" and (
-        (len(args) > 1 and args[1] is not None) or "weights" in kwargs
-    )
+    weighted = name == "bincount" and len(tensors) > 1
     adding = name == "cumsum" and tensors[0].is_floating_point()
     if name in REFUSED or weighted or adding:
         raise RuntimeError(f"{name}: CUDA has no deterministic kernel for it")
@@ -126,7 +151,7 @@ def place() -> str:
     frame = inspect.currentframe()
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.replace("/hamlet/", "/pipeline/").startswith(OURS):
+        if file.startswith(OURS) and not file.endswith(HELPER):
             return f"{Path(file).name}:{frame.f_code.co_name}"
         frame = frame.f_back
     return "elsewhere"

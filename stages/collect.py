@@ -112,12 +112,8 @@ def main() -> None:
             kind="dataset",
             schema={
                 "fields": [
-                    {
-                        "name": name,
-                        "dtype": str(value.dtype).removeprefix("torch."),
-                        "shape": list(value.shape),
-                    }
-                    for name, value in sorted(data.items())
+                    {"name": name, "dtype": str(x.dtype)[6:], "shape": list(x.shape)}
+                    for name, x in sorted(data.items())
                 ]
             },
             pack=known.pack.content_hash,

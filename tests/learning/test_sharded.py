@@ -10,8 +10,10 @@ from ranks import Ranks
 from tensordict import TensorDict
 
 from hamlet.learning import distributed
+from hamlet.learning.sharded import shard
 from hamlet.learning.train_world_model import train_world_model
 from hamlet.modules.contracts import LOOK, TownShape
+from hamlet.modules.world_model import WorldModel
 from hamlet.params import load_params
 from hamlet.town import Town, load_pack
 
@@ -98,3 +100,18 @@ def test_what_they_save_is_whole_and_any_number_of_ranks_goes_on_with_it(ranks, 
         end["losses"] = torch.cat([alone["losses"][: STEPS // 2], end["losses"]])
         for name, expected in alone.items():
             torch.testing.assert_close(end[name], expected, atol=1e-5, rtol=1e-5)
+
+
+def held() -> dict[str, torch.Tensor]:
+    """How many weights this rank holds of a model that is shared."""
+    model = WorldModel(TownShape.of(Town(load_pack("l4_contention"), num_layouts=8)), LATENT, 16, 2)
+    total = sum(p.numel() for p in model.parameters())
+    shard(model, model.layers, "members_step", torch.device("cpu"))
+    mine = sum(p.to_local().numel() for p in model.parameters())
+    return {"total": torch.tensor(total), "mine": torch.tensor(mine)}
+
+
+def test_each_rank_holds_a_part(ranks):
+    told = ranks.run(3, held)
+    assert sum(int(each["mine"]) for each in told) == told[0]["total"]
+    assert max(int(each["mine"]) for each in told) < 0.7 * told[0]["total"]

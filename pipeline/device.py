@@ -233,7 +233,16 @@ def uploaded(parts: list[Tensor], device: torch.device) -> list[Tensor]:
     """Tensors [n] of the CPU and of one type on the device, sent together."""
     if device.type == "cpu":
         return parts
-    joined = torch.cat(parts)
-    if device.type == "cuda":
-        joined = joined.pin_memory()
-    return list(joined.to(device, non_blocking=True).split([len(part) for part in parts]))
+    return list(upload(torch.cat(parts), device).split([len(part) for part in parts]))
+
+
+def upload(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the CPU on the device, without waiting for what the device does."""
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+
+
+def numbers(metrics: Mapping[str, Tensor]) -> dict[str, float]:
+    """Scalars as plain numbers; those on a GPU are waited for once."""
+    away = [x.detach().float() for x in metrics.values() if x.device.type != "cpu"]
+    told = iter(torch.stack(away).tolist() if away else ())
+    return {name: x.item() if x.device.type == "cpu" else next(told) for name, x in metrics.items()}

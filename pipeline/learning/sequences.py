@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from hamlet.device import upload
 from hamlet.learning.distributed import local_shard
 from hamlet.profiling import region
 
@@ -35,7 +36,9 @@ def per_agent(chunk: TensorDict) -> TensorDict:
 
 def sent(rows: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
     """Indices [.] of equal shapes, drawn on the CPU, where the data is; sent together."""
-    return tuple(rows) if device.type == "cpu" else torch.stack(tuple(rows)).to(device).unbind()
+    if device.type == "cpu":
+        return tuple(rows)
+    return upload(torch.stack(tuple(rows)), device).unbind()
 
 
 class SequenceReader:

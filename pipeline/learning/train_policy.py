@@ -32,7 +32,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from hamlet.artifacts import HamletError
-from hamlet.device import moved, uploaded
+from hamlet.device import moved, upload, uploaded
 from hamlet.learning import distributed
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.checkpoint import Checkpoint
@@ -195,7 +195,7 @@ class Schedule:
         with region("data"):
             assert buffer.data is not None
             device = buffer.data["active"].device
-            deciders = torch.stack([slots_of(now, agents) for now in thinking]).to(device)
+            deciders = upload(torch.stack([slots_of(now, agents) for now in thinking]), device)
             if update is self.updates.imitation:
                 experience = [buffer.part(IMITATING, deciders)]
             elif update is self.updates.critic_only:

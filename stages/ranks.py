@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from hamlet.ort import has_gpu
 from hamlet.params import Params, load_params
 from hamlet.tracking.processes import LAUNCHER, end_with_parents, identity
 from stages.common import TRAINED, cores, one_line_errors
@@ -67,7 +68,8 @@ def helpful(stage: str, params: Params, cores: int, gpus: int = 0) -> int:
 
 def _gpus() -> int:
     """The GPUs that ranks may take; 0 where the stage would run on the CPU."""
-    if os.environ.get("HAMLET_DEVICE") == "cpu":
+    asked = os.environ.get("HAMLET_DEVICE", "auto")
+    if asked == "cpu" or (asked == "auto" and not has_gpu()):  # PyTorch takes long to import
         return 0
     from hamlet.device import chosen, found
 

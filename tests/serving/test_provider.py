@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import pytest
+from policies import hand_made_gru
 
 from hamlet.artifacts import HamletError
 from hamlet.ort import has_gpu, open_unchecked
 from hamlet.serving.agent import OnnxAgent
 from hamlet.serving.provider import Placed, check_parity, first_batch
 from hamlet.serving.source import open_source
+
+
+@pytest.fixture
+def agent(tmp_path):
+    """A small policy made elsewhere, without a card."""
+    return hand_made_gru(tmp_path).path
+
 
 without_gpu = pytest.mark.skipif(has_gpu(), reason="there is a GPU to be had")
 

@@ -43,11 +43,11 @@ class Found(NamedTuple):
     """What CUDA is on this machine.
 
     Attributes:
-        count: GPUs that work.
+        number: GPUs that work.
         why: where there is none, the reason in a few words.
     """
 
-    count: int
+    number: int
     why: str = ""
 
 
@@ -89,7 +89,7 @@ def resolve(asked: str, gpus: Found, local_rank: int = 0, ranks: int = 1) -> Cho
         raise HamletError(f"{VARIABLE} is {asked!r}", "give auto, cpu, cuda or cuda:N")
     if asked == "cpu":
         return Chosen(torch.device("cpu"), f"{VARIABLE} is cpu")
-    if not gpus.count:
+    if not gpus.number:
         if asked == "auto":
             return Chosen(torch.device("cpu"), gpus.why)
         old = "driver" in gpus.why
@@ -100,11 +100,11 @@ def resolve(asked: str, gpus: Found, local_rank: int = 0, ranks: int = 1) -> Cho
             raise HamletError(
                 f"{VARIABLE} is {asked} for {ranks} ranks, which take a GPU each", "give cuda"
             )
-        check_ranks(ranks, gpus.count)
+        check_ranks(ranks, gpus.number)
         return Chosen(torch.device("cuda", local_rank), "one GPU for each rank")
     number = int(asked.partition(":")[2] or 0)
-    if number >= gpus.count:
-        there = f"there is cuda:0{f' to cuda:{gpus.count - 1}' if gpus.count > 1 else ' only'}"
+    if number >= gpus.number:
+        there = f"there is cuda:0{f' to cuda:{gpus.number - 1}' if gpus.number > 1 else ' only'}"
         raise HamletError(f"{VARIABLE} is {asked} and {there}", "give one of these")
     why = "CUDA works" if asked == "auto" else f"{VARIABLE} is {asked}"
     return Chosen(torch.device("cuda", number), why)

@@ -73,7 +73,7 @@ def _gpus() -> int:
         return 0
     from hamlet.device import chosen, found
 
-    return found().count if chosen().device.type == "cuda" else 0
+    return found().number if chosen().device.type == "cuda" else 0
 
 
 def _count(text: str) -> int | None:

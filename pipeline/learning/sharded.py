@@ -32,6 +32,7 @@ def shard(model: M, layers: Iterable[nn.Module], method: str, device: torch.devi
     for layer in layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    module: Any
     for module in model.modules():
         if hasattr(module, "set_gradient_divide_factor"):
             module.set_gradient_divide_factor(1.0)  # summed over the ranks, as all gradients are

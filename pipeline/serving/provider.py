@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -65,10 +65,10 @@ def first_batch(agent: OnnxAgent, batch: int = BATCH) -> Arrays:
     return inputs
 
 
-def check_parity(agent: OnnxAgent, session: object, name: str) -> None:
+def check_parity(agent: OnnxAgent, session: Any, name: str) -> None:
     """Raise a HamletError where a session's numbers are not those of the agent's own."""
     inputs = first_batch(agent)
-    ours, theirs = (each.run(agent.outputs, inputs) for each in (agent.session, session))  # type: ignore[attr-defined]
+    ours, theirs = (each.run(agent.outputs, inputs) for each in (agent.session, session))
     for output, one, other in zip(agent.outputs, ours, theirs, strict=True):
         if one.dtype.kind != "f" or not one.size:
             continue

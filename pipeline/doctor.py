@@ -145,19 +145,27 @@ def _torch() -> Iterator[Check]:
     speed = _time_matmul(torch, torch.float32) / _time_matmul(torch, torch.bfloat16)
     advice = "worth using" if speed > 1.1 else "not worth using here"
     yield Check("bfloat16", "ok", f"matrix product {speed:.1f} x as fast as float32, {advice}")
-    if torch.cuda.is_available():
-        yield Check("cuda", "ok", torch.cuda.get_device_name())
-    elif shutil.which("nvidia-smi"):
-        fix = "install the CUDA build of torch (see pytorch.org)"
-        yield Check("cuda", "warn", "a GPU is here, this torch does not use it", fix)
-    else:
-        yield Check("cuda", "ok", "no GPU, everything runs on the CPU")
+    yield _device()
     compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
     if compiler or platform.system() == "Windows":
         yield Check("compiler", "ok", compiler or "")
     else:
         fix = "install g++ (for example `apt install g++`)"
         yield Check("compiler", "warn", "torch.compile has no C++ compiler and is not used", fix)
+
+
+def _device() -> Check:
+    """What a stage would run on, and why."""
+    from hamlet.device import chosen, facts, take
+
+    device, why = chosen()
+    take(device)
+    name = f" ({facts(device)['device_name']})" if facts(device) else ""
+    detail = f"stages run on {device}{name}: {why}"
+    if device.type == "cpu" and why != "HAMLET_DEVICE is cpu" and shutil.which("nvidia-smi"):
+        fix = "install the CUDA build of torch for this driver (see pytorch.org)"
+        return Check("device", "warn", detail, fix)
+    return Check("device", "ok", detail)
 
 
 def _time_matmul(torch: Any, dtype: Any) -> float:

@@ -74,7 +74,8 @@ def open_session(
 
     Args:
         path: the `.onnx` file; its card is `<path>.json`.
-        providers: execution providers to ask for; default: CUDA if it really runs here, then CPU.
+        providers: execution providers to ask for; default: the CPU, on every machine, so that a
+            driver changes no number.
         threads: threads inside one operator. 1 is fastest at batch 1.
 
     Returns:
@@ -112,7 +113,7 @@ def open_unchecked(
             f"ask for one of {', '.join(available)}",
         )
     cuda = "CUDAExecutionProvider"
-    wanted = list(providers or ([cuda] if cuda in available and has_gpu() else []))
+    wanted = list(providers or ())
     if "CPUExecutionProvider" not in wanted:
         wanted.append("CPUExecutionProvider")
     # A provider that cannot start says so at length on both streams and falls back to the CPU; what

@@ -89,6 +89,7 @@ class WorldModelParams(Section):
     batch: int = Field(ge=2, description="windows per member and gradient step")
     learning_rate: float = Field(gt=0, lt=1)
     precision: ModulePrecision = PRECISION
+    shard: bool = Field(description="ranks share the weights: for a model larger than one GPU")
 
 
 class SocialParams(Section):

@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from hamlet.artifacts import HamletError, atomic_dir, require_space, write_card, write_json
+from hamlet.device import moved
 from hamlet.modules.contracts import OBSERVATION_DTYPES, TownShape, others_of
 from hamlet.params import Params
 from hamlet.town import Scripted, Town, load_pack
@@ -20,12 +21,13 @@ PLAYERS = [*TRAIN, "expert", "random", *["expert_watching"] * 5, *["visitor"] * 
 HELD_OUT_SEED, MORTAL_SEED = 1, 2  # added to the seed: other worlds, other maps
 
 
-def make_town(params: Params, held_out: bool = False) -> Town:
-    """The town of params.yaml; the held-out one has maps that training never saw."""
+def make_town(params: Params, held_out: bool = False, device: str | torch.device = "cpu") -> Town:
+    """The town of params.yaml, on a device; the held-out one has maps that training never saw."""
     return Town(
         load_pack(params.town.pack),
         num_layouts=params.town.layouts,
         layout_seed=params.seed + (1_000_003 if held_out else 0),
+        device=device,
     )
 
 
@@ -65,7 +67,8 @@ def main() -> None:
                     f"{section}.chunk ({chunk})",
                     f"set collect.ticks to {-(-params.ticks // chunk) * chunk}",
                 )
-        known, unknown = make_town(s.params), make_town(s.params, held_out=True)
+        known = make_town(s.params, device=s.device)
+        unknown = make_town(s.params, held_out=True, device=s.device)
         seed = s.params.seed
         groups = [
             (known, Scripted(known, PLAYERS, seed), params.worlds, seed),
@@ -93,7 +96,7 @@ def main() -> None:
                 for i, (town, players, _, _) in enumerate(groups):
                     states[i], memories[i], tick = record(town, states[i], players, memories[i])
                     ticks.append(tick)
-                row: Any = torch.cat(ticks)
+                row: Any = moved(torch.cat(ticks), "cpu")
                 if data is None:
                     shape = (params.ticks, *row.batch_size)
                     size = sum(v.nbytes for v in row.values()) * params.ticks
@@ -109,12 +112,8 @@ def main() -> None:
             kind="dataset",
             schema={
                 "fields": [
-                    {
-                        "name": name,
-                        "dtype": str(value.dtype).removeprefix("torch."),
-                        "shape": list(value.shape),
-                    }
-                    for name, value in sorted(data.items())
+                    {"name": name, "dtype": str(x.dtype)[6:], "shape": list(x.shape)}
+                    for name, x in sorted(data.items())
                 ]
             },
             pack=known.pack.content_hash,
@@ -124,6 +123,7 @@ def main() -> None:
                 "held_out_worlds": params.held_out_worlds,
                 "personalities": list(TRAIN),
                 "held_out_personalities": list(HELD_OUT),
+                **s.made_on(),
             },
         )
         numbers = {

@@ -25,7 +25,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import psutil
 from filelock import FileLock, Timeout
@@ -37,6 +37,9 @@ from hamlet.params import Params, load_params
 from hamlet.tracking import StageRun, is_dead, is_dvc, repo_root, stage_run
 from hamlet.tracking.processes import GRACE_SECONDS, dvc_identity, end_with_parents
 from stages.overall import timed
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 PLAIN_SECONDS = 10.0
@@ -52,14 +55,31 @@ class Stage:
     Attributes:
         name: as in dvc.yaml.
         params: all of params.yaml.
+        device: where it computes: of `hamlet.device`, or the CPU where that makes no difference.
         first: True but in the second and further processes of `torchrun`, which only train.
     """
 
-    def __init__(self, name: str, params: Params, run: StageRun | None, stack: ExitStack) -> None:
-        self.name, self.params = name, params
+    def __init__(
+        self,
+        name: str,
+        params: Params,
+        device: "torch.device",
+        run: StageRun | None,
+        stack: ExitStack,
+    ) -> None:
+        self.name, self.params, self.device = name, params, device
         self.first = run is not None
         self._run, self._stack = run, stack
         self.folder: Path | None = None
+
+    def made_on(self, precision: str = "fp32") -> dict[str, str]:
+        """Facts for the card of what is written: the device, its name, the precision of forward
+        passes. None of the CPU, on which a card says what it always did. The run is told all."""
+        from hamlet.device import facts
+
+        told = facts(self.device)
+        self.run.tag("precision", precision)
+        return told | {"precision": precision} if told else {}
 
     @property
     def run(self) -> StageRun:
@@ -133,16 +153,21 @@ def stage(name: str) -> Iterator[Stage]:
         end_with_parents()
         params = load_params()
         facts = prepare_torch(params.seed) | ({"ranks": str(ranks())} if ranks() > 1 else {})
+        device = _device(name)
+        from hamlet.device import facts as told
+        from hamlet.device import memory_errors
         from hamlet.learning.distributed import process_group
 
+        facts |= {"device": "cpu"} | told(device)
         with ExitStack() as stack:
             if not rank() and PROFILE not in os.environ:
                 stack.enter_context(timed(name))
             run = None if rank() else stack.enter_context(stage_run(name, params))
-            current = Stage(name, params, run, stack)
+            current = Stage(name, params, device, run, stack)
             for key, value in facts.items() if run else ():
                 current.run.tag(key, value)
-            stack.enter_context(process_group())
+            stack.enter_context(process_group(device))
+            stack.enter_context(memory_errors(name))
             try:
                 yield current
             except BaseException:
@@ -151,6 +176,22 @@ def stage(name: str) -> Iterator[Stage]:
                 raise
             if current.first and current.folder:
                 shutil.rmtree(current.folder, ignore_errors=True)
+
+
+def _device(name: str) -> "torch.device":
+    """Where a stage computes, told in one line by the first rank unless it was asked for."""
+    import torch
+
+    from hamlet.device import LARGE, chosen, facts, take
+
+    if name not in LARGE:
+        return torch.device("cpu")
+    device, why = chosen()
+    take(device)
+    if not rank() and os.environ.get("HAMLET_DEVICE", "auto") == "auto":
+        where = f"{device} ({facts(device)['device_name']})" if facts(device) else "the CPU"
+        print(f"{name}: on {where}: {why}", file=sys.stderr, flush=True)
+    return device
 
 
 # ------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from hamlet.artifacts import HamletError, check_card, how_to_make
+from hamlet.device import moved
 from hamlet.learning.beliefs import believe
 from hamlet.modules.contracts import TownShape, validate_observation
 from hamlet.params import Params
@@ -29,8 +30,8 @@ class Recorded(NamedTuple):
     card: dict[str, Any]
 
 
-def load_dataset(params: Params) -> Recorded:
-    """The data set of the pack in params.yaml.
+def load_dataset(params: Params, device: str | torch.device = "cpu") -> Recorded:
+    """The data set of the pack in params.yaml: the data on a device, the indices on the CPU.
 
     Raises:
         HamletError: missing, changed since it was written, or of another pack.
@@ -48,6 +49,8 @@ def load_dataset(params: Params) -> Recorded:
     training, held_out, mortal = worlds.tensor_split(
         (card["worlds"], card["worlds"] + card["held_out_worlds"])
     )
+    if torch.device(device).type != "cpu":  # on the CPU it is read from the disk as it is used
+        data = TensorDict(moved(dict(data.items()), device), batch_size=data.shape)
     return Recorded(data, training, held_out, mortal, shape, card)
 
 

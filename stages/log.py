@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from hamlet.artifacts import HamletError, atomic_path
+from hamlet.device import numbers
 from hamlet.profiling import Watch, profiled
 from stages.common import PROFILE, Stage, progress
 
@@ -68,7 +69,7 @@ class StageLog:
     def record(self, step: int, metrics: dict[str, Tensor]) -> None:
         if step % self.every or not self.stage.first:
             return
-        values = {name: value.item() for name, value in metrics.items()}
+        values = numbers(metrics)
         self.stage.run.metrics(values, step)
         self.rows.append({"step": step, **values})
         self.write(self.kept)

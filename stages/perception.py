@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hamlet.artifacts import atomic_path, write_card, write_json
+from hamlet.device import moved
 from hamlet.learning.train_perception import evaluate_perception, train_perception
 from stages import paths
 from stages.common import stage
@@ -15,7 +16,7 @@ from stages.log import StageLog
 def main() -> None:
     with stage("perception") as s:
         params = s.params.perception
-        recorded = load_dataset(s.params)
+        recorded = load_dataset(s.params, s.device)
         folder = s.checkpoint_dir("pipeline/modules", "pipeline/learning", extra=recorded.card)
         log = StageLog(s, folder, every=10)
         module, heads = train_perception(
@@ -31,7 +32,7 @@ def main() -> None:
             return
         numbers = evaluate_perception(module, heads, recorded.data, recorded.held_out, params.chunk)
         with atomic_path(paths.PERCEPTION_WEIGHTS) as temporary:
-            torch.save(module.state_dict(), temporary)
+            torch.save(moved(module.state_dict(), "cpu"), temporary)
         write_card(
             paths.PERCEPTION_WEIGHTS,
             kind="perception weights",
@@ -42,6 +43,7 @@ def main() -> None:
                 "town": recorded.shape.to_dict(),
                 "hidden": params.hidden,
                 "latent": params.latent,
+                **s.made_on(params.precision),
             },
         )
         log.write(paths.curve("perception"))

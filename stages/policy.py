@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from hamlet.artifacts import HamletError, atomic_path, write_card, write_json
+from hamlet.device import moved
 from hamlet.export.frozen import freeze, load_frozen
 from hamlet.export.sense import load_sense
 from hamlet.learning import distributed
 from hamlet.learning.actors import Cast
 from hamlet.learning.learner import Learner, first_state
-from hamlet.learning.train_policy import goal_targets, train_policy
+from hamlet.learning.train_policy import goal_targets, policy_precision, train_policy
 from hamlet.modules.agent import AgentState, Mind
 from hamlet.modules.contracts import LEADS, Features, TownShape
 from hamlet.modules.critic import Critic
@@ -39,14 +40,15 @@ from stages.log import StageLog
 def make_mind(
     params: Params, town: Town, kind: type[Policy] = Policy
 ) -> tuple[Mind, Callable[..., AgentState], list[dict[str, Any]]]:
-    """The frozen A, B and C with a new D; blank minds of a number of worlds, and of agents in each;
-    and the cards."""
+    """The frozen A, B and C with a new D, where the town is; blank minds of a number of worlds, and
+    of agents in each; and the cards."""
     shape, sizes = TownShape.of(town), params.policy
-    perceive, a_card = load_frozen(paths.PERCEPTION, shape.pack_hash)
-    imagine_tick, b_card = load_frozen(paths.WORLD_MODEL, shape.pack_hash)
-    read_others, c_card = load_frozen(paths.SOCIAL, shape.pack_hash)
+    perceive, a_card = load_frozen(paths.PERCEPTION, shape.pack_hash, town.device)
+    imagine_tick, b_card = load_frozen(paths.WORLD_MODEL, shape.pack_hash, town.device)
+    read_others, c_card = load_frozen(paths.SOCIAL, shape.pack_hash, town.device)
     posted = timetable(town.pack)
-    offered = imagined_menu(imagine_tick, shape, a_card["belief_dim"], posted, town.pack.start_hour)
+    hours = posted.to(town.device)
+    offered = imagined_menu(imagine_tick, shape, a_card["belief_dim"], hours, town.pack.start_hour)
     torch.manual_seed(params.seed)
     policy = kind(
         shape,
@@ -54,18 +56,19 @@ def make_mind(
         sizes.hidden,
         goal_targets(town),
         posted,
-        offered,
+        offered.cpu(),
         sizes.meta_period,
         sizes.emergency,
-    )
+    ).to(town.device)
     mind = Mind(perceive, imagine_tick, read_others, policy, sizes.candidates, sizes.horizon)
-    if not params.compile.rollout:  # ONNX Runtime's calls cannot be a part of a compiled graph
+    # ONNX Runtime's calls cannot be a part of a compiled graph, and this graph is for the CPU.
+    if not params.compile.rollout and town.device.type == "cpu":
         upstream = {"perception": a_card["sha256"], "social": c_card["sha256"]}
         mind.fused_sense = load_sense(paths.SENSE, shape.pack_hash, upstream)
 
     def blank(worlds: int, agents: int = shape.num_agents) -> AgentState:
         dims = a_card["recurrent_dim"], shape.num_others, c_card["recurrent_dim"]
-        return first_state(worlds, agents, *dims)
+        return first_state(worlds, agents, *dims, town.device)
 
     return mind, blank, [a_card, b_card, c_card]
 
@@ -77,10 +80,11 @@ def keep_policy(
     params: Params,
     cards: Sequence[Mapping[str, Any]],
     folder: Path,
+    made_on: Mapping[str, str] | None = None,
 ) -> None:
     """Freeze the four questions to D in `folder`, each in its file, and keep what can learn on.
 
-    `cards` are those of A, B and C.
+    `cards` are those of A, B and C; `made_on` the facts of `Stage.made_on`.
     """
     f = {
         "mean": torch.zeros(4, cards[0]["belief_dim"]),
@@ -122,12 +126,14 @@ def keep_policy(
                 "meta_period": params.policy.meta_period,
                 "candidates": c,
                 "horizon": params.policy.horizon,
+                **(made_on or {}),
             },
         )
     weights = folder / "weights.pt"
     with atomic_path(weights) as temporary:
-        torch.save({"policy": policy.state_dict(), "critic": critic.state_dict()}, temporary)
-    write_card(weights, "policy weights", {}, upstream, shape.pack_hash)
+        learned = {"policy": policy.state_dict(), "critic": critic.state_dict()}
+        torch.save(moved(learned, "cpu"), temporary)
+    write_card(weights, "policy weights", {}, upstream, shape.pack_hash, made_on)
 
 
 def make_actor(params: Params) -> Learner:
@@ -176,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with stage("policy") as s:
         params = s.params.policy
         cast = cast_of(given.actors, s.params)
-        town = make_town(s.params)
+        town = make_town(s.params, device=s.device)
         shape = TownShape.of(town)
         mind, blank, cards = make_mind(s.params, town)
         policy: Any = mind.policy
@@ -189,10 +195,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         if not s.first:
             return
-        keep_policy(policy, critic, shape, s.params, cards, paths.POLICY)
+        made_on = s.made_on(policy_precision(s.params.compile, s.device))
+        keep_policy(policy, critic, shape, s.params, cards, paths.POLICY, made_on)
         log.write(paths.curve("policy"))
         tail = log.rows[-1] if log.rows else {}
-        learned = {"menu_error": menu_error(policy.prospects.menu.t(), menu(town.pack))}
+        learned = {"menu_error": menu_error(policy.prospects.menu.t().cpu(), menu(town.pack))}
         s.run.metrics(learned)
         numbers = {k: v for k, v in tail.items() if k != "step"} | learned
         write_json(paths.metrics("policy"), numbers)

@@ -32,7 +32,7 @@ from hamlet.learning.population import (
     play,
     standing,
 )
-from hamlet.learning.train_policy import train_policy
+from hamlet.learning.train_policy import policy_precision, train_policy
 from hamlet.modules.agent import Mind
 from hamlet.modules.contracts import TownShape
 from hamlet.modules.critic import Critic
@@ -59,14 +59,16 @@ class Society:
 
     def __init__(self, s: Stage, folder: Path) -> None:
         self.stage, self.params, self.folder = s, s.params, folder
-        self.town, self.unknown = make_town(s.params), make_town(s.params, held_out=True)
+        self.town = make_town(s.params, device=s.device)
+        self.unknown = make_town(s.params, held_out=True, device=s.device)
         self.shape = TownShape.of(self.town)
         self.mind, self.blank, self.cards = make_mind(s.params, self.town)
         self.half = self.shape.num_agents // 2
         self.members: list[Any] = []
 
     def join(self, number: int) -> None:
-        self.members.append(load_policy(self.home(number), self.shape.pack_hash)[0])
+        home, pack = self.home(number), self.shape.pack_hash
+        self.members.append(load_policy(home, pack, self.town.device)[0])
 
     def home(self, number: int) -> Path:
         return self.folder / f"member_{number}"
@@ -89,7 +91,7 @@ class Society:
         mine = self.seat(self.members[one], 0, self.half)
         theirs = self.seat(self.members[other], self.half, self.shape.num_agents)
         worlds, seed = self.params.population.worlds, self.params.seed + MATCH_SEED
-        returns = play(self.town, mine, theirs, worlds, seed)
+        returns = play(self.town, mine, theirs, worlds, seed).cpu()
         return torch.stack([returns[:, : self.half].mean(1), returns[:, self.half :].mean(1)], -1)
 
     def among_characters(self, member: int) -> float:
@@ -104,15 +106,16 @@ class Society:
         mine = self.seat(self.members[member], 0, 1)
         theirs = self.characters(self.unknown, 1, HELD_OUT)
         worlds, seed = self.params.population.focal_worlds, self.params.seed + FOCAL_SEED
-        return play(self.unknown, mine, theirs, worlds, seed)[:, 0]
+        return play(self.unknown, mine, theirs, worlds, seed)[:, 0].cpu()
 
     def grow(self, people: list[AgentDNA], number: int) -> list[AgentDNA]:
         """The next generation of characters, by how they fare beside the newest member."""
         mine = self.seat(self.members[-1], 0, self.half)
         theirs = self.characters(self.town, self.half, people)
         worlds, seed = self.params.population.worlds, self.params.seed + NURSERY_SEED + number
-        returns = play(self.town, mine, theirs, worlds, seed)[:, self.half :]
-        who = theirs.scripted.reset(self.town.reset(seed, worlds))["character"][:, self.half :]
+        returns = play(self.town, mine, theirs, worlds, seed)[:, self.half :].cpu()
+        who = theirs.scripted.reset(self.town.reset(seed, worlds))["character"]
+        who = who[:, self.half :].cpu()
         lives = torch.bincount(who.flatten(), minlength=len(people))
         total = torch.bincount(who.flatten(), returns.flatten(), len(people))
         rng = torch.Generator().manual_seed(seed)
@@ -126,11 +129,11 @@ class Society:
         """
         s, sizes = self.stage, self.params.policy
         policy: Any = self.mind.policy
-        critic = Critic(self.shape, sizes.hidden)
+        critic = Critic(self.shape, sizes.hidden).to(self.town.device)
         weights = torch.load(self.home(number - 1) / "weights.pt", weights_only=True)
         policy.load_state_dict(weights["policy"])
         critic.load_state_dict(weights["critic"])
-        visitor, _ = load_policy(self.home(0), self.shape.pack_hash)
+        visitor, _ = load_policy(self.home(0), self.shape.pack_hash, self.town.device)
         co_players = Strangers(
             self.characters(self.town, self.half, people),
             self.seat(visitor, self.half, self.shape.num_agents, imagines=False),
@@ -149,7 +152,8 @@ class Society:
             self.params.compile, self.params.seed + number, folder / "checkpoint.pt", log, critic,
             co_players,
         )  # fmt: skip
-        keep_policy(policy, critic, self.shape, self.params, self.cards, self.home(number))
+        made_on = s.made_on(policy_precision(self.params.compile, s.device))
+        keep_policy(policy, critic, self.shape, self.params, self.cards, self.home(number), made_on)
 
 
 def compare(society: Society, met: dict[tuple[int, int], Tensor]) -> Standing:

@@ -22,7 +22,7 @@ def main() -> None:
     with stage("prove") as s:
         params = s.params.proofs
         graph = open_graph(params.data, s.params.seed)
-        world = build_world(graph, params.rounds)
+        world = build_world(graph, params.rounds, device=s.device)
         extra = [params.model_dump(mode="json"), graph.name]
         folder = s.checkpoint_dir("pipeline/proofs", "pipeline/learning", extra=extra)
         log = StageLog(s, folder, every=1)
@@ -44,8 +44,8 @@ def main() -> None:
         )
         if not s.first:
             return
-        save_prover(paths.PROVER, prover, world, params.rounds)
-        export(prover.eval(), example_inputs(world))
+        save_prover(paths.PROVER, prover, world, params.rounds, s.made_on())
+        export(prover.cpu().eval(), example_inputs(world))
         log.write(paths.curve("prove"))
         numbers = {k: v for k, v in numbers.items() if k != "training_seconds"}
         write_json(paths.metrics("prove"), numbers)

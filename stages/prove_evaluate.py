@@ -41,7 +41,7 @@ def write_ranks(questions: Questions, keys: Tensor, scores: Tensor, plain: Tenso
 
 def main() -> None:
     with stage("prove_evaluate") as s:
-        prover, world = load_prover(paths.PROVER)
+        prover, world = load_prover(paths.PROVER, s.device)
         graph = world.graph
         questions = pose(graph, world.closure, graph.splits["test"], graph.known())
         negatives = sampled_negatives(graph, questions, 100, s.params.seed)
@@ -57,6 +57,8 @@ def main() -> None:
         numbers["closure_fraction"] = float(derived.double().mean())
         numbers["closure_dropped"] = world.closure.dropped
         numbers["search_dropped"] = ranked.proven.dropped
+        if s.device.type != "cpu":  # what is shown is searched there
+            prover, world = load_prover(paths.PROVER)
         proofs = [prove(triple, prover, world) for triple in graph.splits["test"][:SHOWN]]
         lines = [line for proof in proofs if proof for line in (*proof.lines(), "")]
         with atomic_path(PROOFS) as temporary:

@@ -4,9 +4,10 @@
     python -m stages.ranks auto social
 
 The first is `torchrun --standalone --nproc-per-node 2 -m stages.social`, but what goes wrong stays
-one line: torchrun follows the stage's own with a page. `auto` takes as many ranks as help: one
-for each core that this process may use (affinity and a container's share count), while the batch
-divides evenly and no rank gets less than a batch's smallest useful part.
+one line: torchrun follows the stage's own with a page. `auto` takes as many ranks as help: on GPUs
+one for each; on the CPU one for each core that this process may use (affinity and a container's
+share count), while no rank gets less than a batch's smallest useful part. On either the batch
+divides evenly.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from hamlet.ort import has_gpu
 from hamlet.params import Params, load_params
 from hamlet.tracking.processes import LAUNCHER, end_with_parents, identity
 from stages.common import TRAINED, cores, one_line_errors
@@ -45,17 +47,33 @@ SHARED = {
 }
 
 
-def helpful(stage: str, params: Params, available: int) -> int:
-    """The number of ranks that `auto` takes for a stage on so many cores."""
-    if stage not in SHARED:
+def helpful(stage: str, params: Params, cores: int, gpus: int = 0) -> int:
+    """The number of ranks that `auto` takes for a stage on so many cores, or GPUs if there are any.
+
+    A world model whose weights are shared has them for room, so on GPUs it takes ranks too.
+    """
+    shared = SHARED
+    if gpus and params.world_model.shard:
+        shared = SHARED | {"world_model": Batch("batch", 1)}
+    if stage not in shared:
         return 1
-    batch, section = SHARED[stage], getattr(params, stage)
+    batch, section = shared[stage], getattr(params, stage)
     rows = getattr(section, batch.field)
     unit = getattr(section, batch.unit) if batch.unit else 1
-    for count in range(min(available, rows // batch.least), 1, -1):
+    for count in range(min(gpus or cores, rows // (1 if gpus else batch.least)), 1, -1):
         if rows % count == 0 and (rows // count) % unit == 0:
             return count
     return 1
+
+
+def _gpus() -> int:
+    """The GPUs that ranks may take; 0 where the stage would run on the CPU."""
+    asked = os.environ.get("HAMLET_DEVICE", "auto")
+    if asked == "cpu" or (asked == "auto" and not has_gpu()):  # PyTorch takes long to import
+        return 0
+    from hamlet.device import chosen, found
+
+    return found().number if chosen().device.type == "cuda" else 0
 
 
 def _count(text: str) -> int | None:
@@ -77,7 +95,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     with one_line_errors(asked.stage):
         params = load_params()  # what is wrong in params.yaml is told once, not by every rank
-    count = asked.count or helpful(asked.stage, params, cores())
+        gpus = _gpus()  # and what is wrong with the device
+        count = asked.count or helpful(asked.stage, params, cores(), gpus)
+        if gpus and count > 1:
+            from hamlet.device import check_ranks
+
+            check_ranks(count, gpus)
     if count == 1:
         command = [sys.executable, "-m", f"stages.{asked.stage}"]
         sys.stdout.flush()

@@ -18,8 +18,9 @@ from stages.log import StageLog
 def main() -> None:
     with stage("social") as s:
         params, seed = s.params.social, s.params.seed
-        recorded = load_dataset(s.params)
-        perceive, upstream = load_frozen(paths.PERCEPTION, recorded.shape.pack_hash)
+        recorded = load_dataset(s.params, s.device)
+        pack = recorded.shape.pack_hash
+        perceive, upstream = load_frozen(paths.PERCEPTION, pack, s.device)
         data = with_labels(recorded.data, load_beliefs(recorded, perceive, upstream))
         folder = s.checkpoint_dir("pipeline/modules/social.py", "pipeline/learning", extra=upstream)
         log = StageLog(s, folder, every=10)
@@ -46,13 +47,13 @@ def main() -> None:
             (*SocialPrediction._fields, "recurrent_state"),
             paths.SOCIAL,
             kind="social",
-            pack=shape.pack_hash,
+            pack=pack,
             upstream={"perception": upstream["sha256"], "dataset": recorded.card["sha256"]},
-            extra={"recurrent_dim": model.recurrent_dim},
+            extra={"recurrent_dim": model.recurrent_dim, **s.made_on()},
         )
-        read_others, card = load_frozen(paths.SOCIAL, shape.pack_hash)
+        read_others, card = load_frozen(paths.SOCIAL, pack)
         write_sense(
-            perceive,
+            load_frozen(paths.PERCEPTION, pack)[0],
             read_others,
             shape,
             (upstream["recurrent_dim"], card["recurrent_dim"]),

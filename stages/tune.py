@@ -16,6 +16,7 @@ from rich.console import Console
 from torch import Tensor
 
 from hamlet.artifacts import atomic_path, write_json
+from hamlet.device import moved
 from hamlet.export.frozen import load_frozen
 from hamlet.learning.engines import processes, ray_tune
 from hamlet.learning.pbt import Turn, checkpoint_of, evolve, lineage, winner
@@ -38,8 +39,8 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     with stage("tune") as s:
         population, params, seed = s.params.tune, s.params.social, s.params.seed
-        recorded = load_dataset(s.params)
-        perceive, upstream = load_frozen(paths.PERCEPTION, recorded.shape.pack_hash)
+        recorded = load_dataset(s.params, s.device)
+        perceive, upstream = load_frozen(paths.PERCEPTION, recorded.shape.pack_hash, s.device)
         folder = s.checkpoint_dir(
             "pipeline/modules/social.py",
             "pipeline/learning",
@@ -48,9 +49,10 @@ def main(arguments: list[str] | None = None) -> None:
         data = folder / "data"
         if not data.exists():
             labelled = with_labels(recorded.data, load_beliefs(recorded, perceive, upstream))
-            share(data, labelled, worlds_of(recorded), recorded.shape)
+            share(data, moved(labelled, "cpu"), worlds_of(recorded), recorded.shape)
             del labelled  # members read it from the disk
-        train = SocialMember(data, folder, params, seed, population.generations)
+        device = str(s.device)
+        train = SocialMember(data, folder, params, seed, population.generations, device)
         workers = min(cores(), population.members)
         engine = (
             processes(workers) if given.engine == "processes" else ray_tune(workers, folder / "ray")
@@ -66,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
                 s.run.metrics({"loss": -best.score, **best.settings}, best.generation)
         best = winner(done)
         torch.set_num_threads(1)  # as the members had, or the last digits differ
-        shared, worlds, _ = opened(data)
+        shared, worlds, _ = opened(data, device)
         numbers = {
             "loss": -best.score,
             "test_loss": held_out_loss(train.train(best), shared, worlds["test"], params.chunk),

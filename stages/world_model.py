@@ -27,8 +27,8 @@ OUTPUTS = (
 def main() -> None:
     with stage("world_model") as s:
         params, seed = s.params.world_model, s.params.seed
-        recorded = load_dataset(s.params)
-        perceive, upstream = load_frozen(paths.PERCEPTION, recorded.shape.pack_hash)
+        recorded = load_dataset(s.params, s.device)
+        perceive, upstream = load_frozen(paths.PERCEPTION, recorded.shape.pack_hash, s.device)
         beliefs = load_beliefs(recorded, perceive, upstream)
         lived = experience(recorded.data, beliefs, IMAGINED_DISCOUNT)
         folder = s.checkpoint_dir(
@@ -65,7 +65,11 @@ def main() -> None:
             kind="world_model",
             pack=recorded.shape.pack_hash,
             upstream={"perception": upstream["sha256"], "dataset": recorded.card["sha256"]},
-            extra={"members": params.members, "hidden": params.hidden},
+            extra={
+                "members": params.members,
+                "hidden": params.hidden,
+                **s.made_on(params.precision),
+            },
         )
         log.write(paths.curve("world_model"))
         write_json(paths.metrics("world_model"), numbers)

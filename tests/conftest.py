@@ -13,6 +13,7 @@ from copied_repo import Repo, tail, working_tree
 from filelock import FileLock
 from hypothesis import settings
 
+os.environ["HAMLET_DEVICE"] = "cpu"  # whatever the machine has
 settings.register_profile("any machine", deadline=None)  # a slow moment is no failure
 settings.load_profile("any machine")
 

@@ -29,6 +29,7 @@ class Repo:
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": str(path),  # this copy's code, whichever is installed
             "DVC_NO_ANALYTICS": "true",
+            "HAMLET_DEVICE": "cpu",
         }
 
     def run(self, *command: str, check: bool = True, **options) -> subprocess.CompletedProcess:

@@ -56,6 +56,7 @@ def test_this_installation_is_healthy(repo):
     for name in ("python", "packages", "extra train", "extra dev", "onnx runtime", "torch"):
         assert found[name].status == "ok", found[name]
     assert found["provider CPU"].detail == "runs"
+    assert found["device"].detail == "stages run on cpu: HAMLET_DEVICE is cpu"
     assert "float32" in found["bfloat16"].detail
     assert found["params.yaml"].status == "ok"
     assert found["agent"] == Check(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -58,3 +59,28 @@ def test_another_count_is_refused(count):
     )
     assert done.returncode == 2
     assert "ask for one process or more, or auto" in done.stderr or "invalid" in done.stderr
+
+
+@pytest.mark.parametrize(("sequences", "gpus", "count"), [(16, 1, 1), (16, 8, 8), (12, 8, 6)])
+def test_on_gpus_a_rank_for_each_while_the_batch_divides(sequences, gpus, count):
+    assert helpful("social", sized("social", sequences=sequences), 2, gpus) == count
+    assert helpful("prove", PARAMS, 2, gpus) == 1
+
+
+def test_a_world_model_has_ranks_where_they_share_its_weights():
+    assert helpful("world_model", PARAMS, 2, 4) == 1
+    shared = sized("world_model", shard=True, batch=256)
+    assert [helpful("world_model", shared, 2, gpus) for gpus in (0, 4)] == [1, 4]
+
+
+def test_what_is_wrong_with_the_device_is_told_once_and_not_by_every_rank():
+    done = subprocess.run(
+        [sys.executable, "-m", "stages.ranks", "2", "social"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"HAMLET_DEVICE": "gpu"},
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith("social: HAMLET_DEVICE is 'gpu': give auto, cpu, cuda or cuda:N")

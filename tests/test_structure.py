@@ -68,6 +68,15 @@ BORROWED: dict[tuple[str, str], str] = {
     ("_tracking_client", "pipeline/tracking/store.py"): ENGINE,
     ("_tracking_client", "tests/registry/conftest.py"): ENGINE,
 }
+FAKED = "PyTorch lets a device be written in Python under its private names only"
+BORROWED |= {
+    (name, "tests/fake_gpu.py"): FAKED
+    for name in (
+        "_C", "_disabled_torch_function_impl", "_make_wrapper_subclass", "_opname",
+        "_python_dispatch", "_schema", "_set_only_lift_cpu_tensors",
+        "_setup_privateuseone_for_python_backend",
+    )
+}  # fmt: skip
 NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}  # public, underlined against clashes
 
 

@@ -27,7 +27,7 @@ from benchmarks.study_report import VARIANTS, report, table
 from hamlet.artifacts import HamletError
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.checkpoint import Checkpoint
-from hamlet.learning.learner import Learner, RolloutCarry
+from hamlet.learning.learner import Learner, RolloutCarry, led
 from hamlet.learning.rollout import collect, fused_step
 from hamlet.learning.train_policy import goal_targets, train_policy
 from hamlet.modules.categorical import log_prob_of, masked_logits
@@ -139,7 +139,7 @@ def test_who_learns_alone_is_led_in_its_own_place_while_the_others_rest():
     memory = RolloutCarry(blank(12, 1), expert.reset(world), co_players.start(12))
     shown, meant, _ = expert.act(world, memory.expert)
     seen = TOWN.observe(world)
-    action, after, record = learner.act(world, seen, memory, thinking, driven)
+    action, after, record = learner.act(world, seen, memory, None, led(thinking, driven))
     assert torch.equal(action[driven, 0], shown[driven, 0])
     assert torch.equal(after.agent.goal[driven], meant[driven, 0])
     assert (action[:, 1:] == SHAPE.action_names.index("WAIT")).all()

@@ -5,6 +5,7 @@ The file holds no path, clock or stack trace, so the same weights give the same 
 
 from __future__ import annotations
 
+import copy
 import io
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export.passes import move_to_device_pass
 
 from hamlet.artifacts import HamletError, atomic_path, check_card, how_to_make, write_card
 
@@ -44,6 +46,8 @@ def freeze(
 ) -> None:
     """Export one tick of `module` with a named, dynamic batch dimension; write it and its card.
 
+    It is exported on the CPU, wherever the module is: the file is the same for every device.
+
     Args:
         inputs: example tensors by argument name, batch 2 or more.
         outputs: a name for every tensor returned.
@@ -53,6 +57,8 @@ def freeze(
         upstream: sha256 by kind of everything it was trained on.
         extra: plain data for the card (sizes and the like).
     """
+    if next(module.parameters()).device.type != "cpu":
+        module = copy.deepcopy(module).to("cpu")
     flat = Flat(module).eval().requires_grad_(False)
     batch = torch.export.Dim("batch", min=1, max=1 << 20)
     # Copies: one tensor given for two inputs would be exported as one input.
@@ -124,12 +130,15 @@ class quiet:
         logging.getLogger("torch").setLevel(self.level)
 
 
-def load_frozen(path: Path, pack: str | None = None) -> tuple[Frozen, dict[str, Any]]:
+def load_frozen(
+    path: Path, pack: str | None = None, device: str | torch.device = "cpu"
+) -> tuple[Frozen, dict[str, Any]]:
     """Load a frozen graph after checking it against its card.
 
     Args:
         path: the `.pt2` file.
         pack: sha256 of the town pack that the caller runs in; None accepts any.
+        device: where it shall run; the file itself knows the CPU only.
 
     Returns:
         a module without gradients for its own weights (they still reach its inputs), and the card.
@@ -146,6 +155,8 @@ def load_frozen(path: Path, pack: str | None = None) -> tuple[Frozen, dict[str, 
             f"{path} matches its card but torch {torch.__version__} cannot read it",
             how_to_make(path),
         ) from error
+    if torch.device(device).type != "cpu":
+        program = move_to_device_pass(program, str(device))
     graph = program.module(check_guards=False)
     # In place, as torch.export wrote it, a view could not be exported once more (in the agent).
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.detach_.default):

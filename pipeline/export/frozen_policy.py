@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hamlet.export.frozen import load_frozen
@@ -44,9 +45,11 @@ class FrozenPolicy(nn.Module):
         return self.act(*f, goal)[0]
 
 
-def load_policy(folder: Path, pack: str) -> tuple[FrozenPolicy, dict[str, dict[str, Any]]]:
-    """D from the frozen graphs in `folder`, and their cards by part."""
-    loaded = {part: load_frozen(folder / f"{part}.pt2", pack) for part in PARTS}
+def load_policy(
+    folder: Path, pack: str, device: str | torch.device = "cpu"
+) -> tuple[FrozenPolicy, dict[str, dict[str, Any]]]:
+    """D on a device, from the frozen graphs in `folder`, and their cards by part."""
+    loaded = {part: load_frozen(folder / f"{part}.pt2", pack, device) for part in PARTS}
     cards = {part: card for part, (_, card) in loaded.items()}
     graphs = {part: graph for part, (graph, _) in loaded.items()}
     card = cards["prior"]

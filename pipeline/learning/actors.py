@@ -2,7 +2,7 @@
 
 Each plays its part of the worlds: it is sent weights, plays one rollout with them, sends it back
 with the worlds as they stand then, and takes the next weights. The learner never waits for a free
-pipe: a thread of the actor takes in what is sent.
+pipe: a thread of the actor takes in what is sent. They act on the CPU, wherever the learner is.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from hamlet.artifacts import HamletError
+from hamlet.device import moved
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.distributed import joined, shard
 from hamlet.learning.learner import Learner, packed, thinking_in, unpacked
@@ -58,7 +59,7 @@ class Job(NamedTuple):
 
 def _dumped(content: Any) -> bytes:
     file = io.BytesIO()
-    torch.save(content, file)
+    torch.save(moved(content, "cpu"), file)
     return file.getvalue()
 
 

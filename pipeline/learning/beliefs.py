@@ -22,7 +22,7 @@ def believe(
     """
     ticks, worlds = data.shape
     agents = data["action"].shape[2]
-    state = torch.zeros(worlds * agents, recurrent_dim)
+    state = torch.zeros(worlds * agents, recurrent_dim, device=data["action"].device)
     means, log_stds = [], []
     fields = ("view", "occupancy", "self_state", "cues", "visible", "others_offset")
     for t in range(ticks):

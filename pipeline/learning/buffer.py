@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from hamlet.device import upload
 from hamlet.learning import distributed
 from hamlet.profiling import region
 
@@ -50,7 +51,8 @@ class RolloutBuffer:
         chosen = RolloutBuffer(self.ticks)
         chosen.length, chosen.data = self.length, self.data.select(*names)
         if slots is not None:
-            rows = (slots + torch.arange(self.ticks).unsqueeze(-1) * self.data.shape[1]).flatten()
+            tick = torch.arange(self.ticks, device=slots.device)
+            rows = (slots + tick.unsqueeze(-1) * self.data.shape[1]).flatten()
             flat = chosen.data.flatten(0, 1).apply(
                 lambda x: x.index_select(0, rows), batch_size=rows.shape
             )
@@ -68,7 +70,7 @@ class RolloutBuffer:
             order = torch.randperm(flat.shape[0] * distributed.ranks(), generator=generator)
             parts = [self._own(rows) for rows in order.tensor_split(count)]
             # All at once, and not by `flat[order]`: both together take a third of the time.
-            order = torch.cat(parts)
+            order = upload(torch.cat(parts), next(iter(flat.values())).device)
             shuffled = flat.apply(lambda rows: rows.index_select(0, order))
         yield from shuffled.split([len(rows) for rows in parts])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from hamlet.artifacts import HamletError, atomic_path
+from hamlet.device import moved
 from hamlet.learning import distributed
 
 
@@ -46,7 +48,9 @@ class Checkpoint:
         Raises:
             HamletError: the first rank loads another file than this one, or only one of them does.
         """
-        saved = torch.load(self.path, weights_only=True) if self.path.exists() else {}
+        saved: dict[str, Any] = {}
+        if self.path.exists():
+            saved = torch.load(self.path, weights_only=True, map_location="cpu")
         step = saved.get("step", 0)
         if step != distributed.from_first(step):
             raise HamletError(
@@ -60,6 +64,14 @@ class Checkpoint:
                 part.set_state(saved["parts"][name])
             else:
                 part.load_state_dict(saved["parts"][name])
+        device, before = self._device(), saved.get("device", "cpu")
+        if device.type != before and not distributed.rank():
+            print(
+                f"a training begun on {before} goes on on {device.type}: not bit for bit",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+        elif device.type == "cuda":
+            torch.cuda.set_rng_state(saved["drawn"], device)
         return step, saved["extra"] | distributed.local_shard(saved["rows"])
 
     def save(
@@ -81,14 +93,24 @@ class Checkpoint:
             return
         rows = distributed.all_gather(dict(rows or {}))
         self.last = time.monotonic()
-        if distributed.rank():
-            return
+        # Asked of every rank: of what ranks share each has its part.
         parts = {
             name: part.get_state() if isinstance(part, torch.Generator) else part.state_dict()
             for name, part in self.parts.items()
         }
+        if distributed.rank():
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(self.path) as temporary:
             saved = {"step": step, "parts": parts, "extra": dict(extra or {}), "rows": rows}
-            torch.save(saved, temporary)
+            device = self._device()
+            saved["device"] = device.type
+            if device.type == "cuda":  # noise on a GPU is drawn by its own generator
+                saved["drawn"] = torch.cuda.get_rng_state(device)
+            torch.save(moved(saved, "cpu"), temporary)
         self.last = time.monotonic()
+
+    def _device(self) -> torch.device:
+        modules = (part for part in self.parts.values() if isinstance(part, torch.nn.Module))
+        parameters = (parameter for module in modules for parameter in module.parameters())
+        return next((parameter.device for parameter in parameters), torch.device("cpu"))

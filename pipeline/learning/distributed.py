@@ -49,8 +49,11 @@ def ranks() -> int:
 
 
 @contextmanager
-def process_group() -> Iterator[None]:
-    """Join the processes that `torchrun` started, over gloo on the CPU and NCCL on a GPU.
+def process_group(device: str | torch.device = "cpu") -> Iterator[None]:
+    """Join the processes that `torchrun` started: over gloo, and over NCCL what is on a GPU.
+
+    Args:
+        device: of this process; a GPU is its own.
 
     Raises:
         HamletError: another rank ended or does not answer.
@@ -59,16 +62,14 @@ def process_group() -> Iterator[None]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield
         return
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    gpu = torch.device(device) if torch.device(device).type == "cuda" else None
     try:
         store, number, count = next(dist.rendezvous("env://", timeout=PATIENCE))
         # torchrun starts all again with the same store: addresses of the lost must not be found.
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            store=store, rank=number, world_size=count, timeout=PATIENCE,
+            "cpu:gloo,cuda:nccl" if gpu else "gloo",
+            store=store, rank=number, world_size=count, timeout=PATIENCE, device_id=gpu,
         )  # fmt: skip
         _rank, _ranks = number, count
         yield

@@ -18,6 +18,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from hamlet.device import moved
 from hamlet.learning.actors import Actors, Cast
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.learner import Learner
@@ -86,6 +87,7 @@ class Behind:
     ) -> Record:
         """Fill the buffer with the rollout of this iteration, and V-trace's targets; returns `lag`,
         by how many updates who acted is older, and what `add_traces` tells."""
+        learner = self.learner
         if not self.queue:
             self.queue.extend([self._weights()] * (self.params.lag + 1))
         if self.cast:
@@ -99,7 +101,7 @@ class Behind:
                         self.actors.send(weights)
             with region("rollout"):
                 data, rows = self.actors.receive()
-            buffer.data, buffer.length = data, buffer.ticks
+            buffer.data, buffer.length = moved(data, learner.town.device), buffer.ticks
             rollouts.go_on(rows)
         else:
             self.acting.load_state_dict(self.queue[0])
@@ -107,7 +109,7 @@ class Behind:
         self.queue.popleft()
         self.next = iteration + 1
         with region("loss"):
-            told = add_traces(buffer, self.learner, rollouts.world, self.params, self.precision)
+            told = add_traces(buffer, learner, rollouts.world, self.params, self.precision)
         first = self.params.imitation_iterations + self.params.critic_iterations
         lag = min(max(iteration - first, 0), self.params.lag)
         return told | {"lag": torch.tensor(float(lag))}
@@ -126,7 +128,7 @@ class Behind:
         return {"acting": list(self.queue)} if self.queue else {}
 
     def load(self, extra: dict[str, Any]) -> None:
-        self.queue = deque(extra.get("acting", ()))
+        self.queue = deque(moved(list(extra.get("acting", ())), self.learner.town.device))
 
     def close(self) -> None:
         """End the actors, if there are any."""

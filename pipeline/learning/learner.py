@@ -26,20 +26,25 @@ SENSED = RawObservation._fields
 
 
 def first_state(
-    worlds: int, agents: int, recurrent_dim: int, others: int, social_dim: int
+    worlds: int,
+    agents: int,
+    recurrent_dim: int,
+    others: int,
+    social_dim: int,
+    device: str | torch.device = "cpu",
 ) -> AgentState:
     """Blank minds, the worlds' clocks staggered so that few agents deliberate at a time."""
     slots = worlds * agents
-    zeros = torch.zeros(slots, dtype=torch.int64)
+    zeros = torch.zeros(slots, dtype=torch.int64, device=device)
     return AgentState(
-        belief=torch.zeros(slots, recurrent_dim),
-        social=torch.zeros(slots, others, social_dim),
+        belief=torch.zeros(slots, recurrent_dim, device=device),
+        social=torch.zeros(slots, others, social_dim, device=device),
         goal=zeros,
         goal_age=zeros,
-        clock=torch.arange(worlds).repeat_interleave(agents),
+        clock=torch.arange(worlds, device=device).repeat_interleave(agents),
         moved=zeros,
-        foreseen=torch.zeros(slots, METERS),
-        surprise=torch.zeros(slots),
+        foreseen=torch.zeros(slots, METERS, device=device),
+        surprise=torch.zeros(slots, device=device),
         rng=zeros,
     )
 
@@ -62,7 +67,8 @@ def forget(state: AgentState, over: Tensor) -> AgentState:
 
 def gumbel(world: TensorDict, agents: int, choices: int, stream: int) -> Tensor:
     """float32 [B * N, choices] Gumbel noise from the counter generator of each world."""
-    streams = stream + torch.arange(agents * choices).view(1, agents, choices)
+    each = torch.arange(agents * choices, device=world["tick"].device)
+    streams = stream + each.view(1, agents, choices)
     seed, number, episode, tick = (
         world[key].view(-1, 1, 1) for key in ("seed", "world", "episode", "tick")
     )
@@ -80,6 +86,21 @@ def thinking_in(iteration: int, worlds: int, params: PolicyParams) -> list[Tenso
     """int64 [.] of each tick of an iteration, which of `worlds` have agents that deliberate."""
     clocks = range(iteration * params.rollout, (iteration + 1) * params.rollout)
     return [deliberating(worlds, params.meta_period, clock) for clock in clocks]
+
+
+class Led(NamedTuple):
+    """Worlds of a tick of imitation: of which the expert is asked, and where the learner acts."""
+
+    asked: Tensor
+    """int64 [.] ascending: those that it drives, and those whose agents deliberate."""
+    free: Tensor
+    """int64 [.] ascending: those that it does not drive."""
+
+
+def led(thinking: Tensor, driven: Tensor) -> Led:
+    """Of the worlds int64 [.] whose agents deliberate, and bool [B] where the expert acts."""
+    asked = driven.index_fill(0, thinking, True)
+    return Led(asked.nonzero().flatten(), (~driven).nonzero().flatten())
 
 
 class RolloutCarry(NamedTuple):
@@ -167,21 +188,23 @@ class Learner:
         world: TensorDict,
         seen: TensorDict,
         memory: RolloutCarry,
-        thinking: Tensor,
-        driven: Tensor | None,
+        thinking: Tensor | None,
+        led: Led | None,
     ) -> tuple[Tensor, RolloutCarry, Record]:
         """Sampled actions int64 [B, N].
 
         Args:
-            thinking: int64 [B / meta_period] the worlds whose agents deliberate now.
-            driven: bool [B] worlds where the expert acts, in imitation, in which nothing is
-                imagined; None in PPO. What the expert would do is asked, and recorded, only where
-                it acts or agents deliberate; elsewhere the record holds zeros.
+            thinking: int64 [B / meta_period] the worlds whose agents deliberate now; None in
+                imitation.
+            led: where the expert acts, in imitation, in which nothing is imagined; None in PPO.
+                What the expert would do is asked, and recorded, only where it acts or agents
+                deliberate; elsewhere the record holds zeros.
         """
-        if driven is None:
-            acted, agent, expert, record = self._improve(world, seen, memory, thinking)
+        if led is not None:
+            acted, agent, expert, record = self._imitate(world, seen, memory, led)
         else:
-            acted, agent, expert, record = self._imitate(world, seen, memory, thinking, driven)
+            assert thinking is not None
+            acted, agent, expert, record = self._improve(world, seen, memory, thinking)
         record["privileged"] = self.privileged(world)
         record["value"] = self.critic(record["privileged"])
         co_players = memory.co_players
@@ -216,20 +239,17 @@ class Learner:
         world: TensorDict,
         seen: TensorDict,
         memory: RolloutCarry,
-        thinking: Tensor,
-        driven: Tensor,
+        led: Led,
     ) -> tuple[Tensor, AgentState, Any, Record]:
-        """A tick of imitation: the expert acts in the `driven` worlds, module D in the others."""
+        """A tick of imitation: the expert acts in the led worlds, module D in the free ones."""
         assert self.expert is not None, "imitation needs a teacher"
-        n = self.agents
+        n, (asked, free) = self.agents, led
         with region("expert"):
             expert = self.expert.watch(world, memory.expert)
-            asked = driven.index_fill(0, thinking, True).nonzero().flatten()
             acts, means, _ = self.expert.act(world[asked], expert[asked])
             blank = acts.new_zeros(len(world), n)
             told_action = blank.index_copy(0, asked, acts[:, :n]).flatten()
             told_goal = blank.index_copy(0, asked, means[:, :n]).flatten()
-        free = (~driven).nonzero().flatten()
         part = world[free]
         action, agent, record = self.mind.follow_step(
             observation_of(seen, 0, n),
@@ -270,4 +290,5 @@ def observation_of(seen: TensorDict, first: int, last: int) -> RawObservation:
 
 def slots_of(worlds: Tensor, agents: int) -> Tensor:
     """int64 [B * N] the slots of the agents of worlds int64 [B]."""
-    return (worlds.unsqueeze(-1) * agents + torch.arange(agents)).flatten()
+    each = torch.arange(agents, device=worlds.device)
+    return (worlds.unsqueeze(-1) * agents + each).flatten()

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from hamlet.learning.distributed import all_reduce_sum
 from hamlet.modules.categorical import log_prob_of
@@ -20,6 +21,16 @@ def entropy_of(logits: Tensor) -> Tensor:
     log_prob = logits.log_softmax(-1)
     probability = log_prob.exp()
     return -torch.where(probability > 0, probability * log_prob, 0.0).sum(-1)
+
+
+def cross_entropy(logits: Tensor, index: Tensor) -> Tensor:
+    """float [.] nats of `index` int64 [.] under `logits` [., C].
+
+    On the CPU PyTorch's own; of that CUDA has no deterministic kernel for more than one dimension.
+    """
+    if logits.device.type == "cpu":
+        return F.cross_entropy(logits.movedim(-1, 1), index, reduction="none")
+    return -log_prob_of(logits.float(), index)
 
 
 def weighted_mean(x: Tensor, weight: Tensor) -> Tensor:

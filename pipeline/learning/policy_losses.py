@@ -47,7 +47,8 @@ class PolicyLosses:
 
     def __init__(self, policy: Any, critic: Critic, params: PolicyParams) -> None:
         self.policy, self.critic, self.params = policy, critic, params
-        self.entropy_coef = torch.tensor(params.entropy)
+        device = next(critic.parameters()).device
+        self.entropy_coef = torch.tensor(params.entropy, device=device)
 
     def imitate(self, batch: TensorDict) -> Told:
         """Cross-entropy with the teacher's goals and actions; squared error of the values."""

@@ -68,7 +68,7 @@ class Selves:
         agents = self.last - self.first
         thinking = None
         if self.imagines:
-            thinking = (memory.clock % self.mind.policy.meta_period == 0).nonzero().flatten()
+            thinking = thinking_slots(memory.clock, agents, self.mind.policy.meta_period)
         noise = gumbel(world, agents, self.shape.num_actions, ACTION_STREAM + STREAM * self.first)
         action, memory, _ = self.mind.sample_step(
             observation_of(seen, self.first, self.last),
@@ -81,6 +81,18 @@ class Selves:
 
     def forget(self, memory: AgentState, over: Tensor) -> AgentState:
         return forget(memory, over.repeat_interleave(self.last - self.first))
+
+
+def thinking_slots(clock: Tensor, agents: int, period: int) -> Tensor:
+    """int64 [.] the slots that deliberate, by their clocks int64 [B * agents]; ascending.
+
+    Where the period divides the worlds, whose clocks are staggered, equally many do at every tick:
+    a GPU need not be asked how many.
+    """
+    due, worlds = clock % period == 0, len(clock) // agents
+    if clock.device.type == "cpu" or worlds % period:
+        return due.nonzero().flatten()
+    return due.logical_not().int().argsort(stable=True)[: len(clock) // period]
 
 
 class Characters:

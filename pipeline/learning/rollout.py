@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -25,10 +26,13 @@ if TYPE_CHECKING:
     from hamlet.learning.update import Update
 
 Record = dict[str, Tensor]
+GPU_TICKS = 16  # played between two looks at whether an evaluation is over, on a GPU
 Step = Callable[..., tuple[TensorDict, Any, Record]]
 
 
 class World(Protocol):
+    device: torch.device
+
     def reset(self, seed: int, num_worlds: int) -> TensorDict: ...
     def observe(self, state: TensorDict) -> TensorDict: ...
     def step_and_reset_core(self, state: TensorDict, actions: Tensor) -> TensorDict: ...
@@ -65,7 +69,7 @@ def fused_step(
     ) -> tuple[TensorDict, Any, dict[str, Tensor]]:
         with region("environment"):
             seen = world.observe(state)
-        with region("policy"), autocast(precision, seen.device):
+        with region("policy"), autocast(precision, world.device):
             action, memory, record = player.act(state, seen, memory, *context)
         with region("environment"):
             after = world.step_and_reset_core(state, action)
@@ -144,10 +148,12 @@ def evaluate(
     """
     state = world.reset(seed, slots)
     totals: dict[str, Tensor] = {}
-    while True:
+    # To ask whether all is over makes a GPU wait; a tick too many adds nothing.
+    every = 1 if world.device.type == "cpu" else GPU_TICKS
+    for tick in count():
         case, playing = world.playing(state)
-        if not bool(playing.any()):
-            return {name: total[:cases] for name, total in totals.items()}
+        if tick % every == 0 and not bool(playing.any()):
+            break
         if watch:
             watch(state)
         state, memory, record = step(state, memory)
@@ -157,3 +163,4 @@ def evaluate(
                 shape = (cases + 1, *value.shape[1:])
                 totals[name] = torch.zeros(shape, dtype=torch.float64, device=value.device)
             totals[name].index_add_(0, row, value.double())
+    return {name: total[:cases] for name, total in totals.items()}

@@ -5,12 +5,14 @@ A dataset is a TensorDict [T, B] of B recorded worlds; per-agent fields are [T, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from hamlet.device import upload
 from hamlet.learning.distributed import local_shard
 from hamlet.profiling import region
 
@@ -30,6 +32,13 @@ def per_agent(chunk: TensorDict) -> TensorDict:
         {key: value.flatten(1, 2) for key, value in fields.items()},
         batch_size=[chunk.shape[0], chunk.shape[1] * agents],
     )
+
+
+def sent(rows: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
+    """Indices [.] of equal shapes, drawn on the CPU, where the data is; sent together."""
+    if device.type == "cpu":
+        return tuple(rows)
+    return upload(torch.stack(tuple(rows)), device).unbind()
 
 
 class SequenceReader:
@@ -61,7 +70,8 @@ class SequenceReader:
         """
         with region("data"):
             ticks = local_shard(self.start).unsqueeze(0) + torch.arange(self.chunk).unsqueeze(1)
-            chunk = self.data[ticks, local_shard(self.world).unsqueeze(0).expand_as(ticks)]
+            worlds = local_shard(self.world).unsqueeze(0).expand_as(ticks)
+            chunk = self.data[sent((ticks, worlds), self.data["action"].device)]
             self.start = self.start + self.chunk
             over = self.start >= self.data.shape[0]
             self.world = torch.where(over, self._draw(len(over)), self.world)

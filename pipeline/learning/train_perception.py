@@ -13,8 +13,8 @@ from hamlet.learning import distributed
 from hamlet.learning.checkpoint import Checkpoint
 from hamlet.learning.float8 import in_precision
 from hamlet.learning.log import Log
-from hamlet.learning.losses import weighted_means, weighted_terms
-from hamlet.learning.sequences import SequenceReader, per_agent
+from hamlet.learning.losses import cross_entropy, weighted_means, weighted_terms
+from hamlet.learning.sequences import SequenceReader, per_agent, sent
 from hamlet.learning.update import Update
 from hamlet.modules.contracts import RawObservation, TownShape
 from hamlet.modules.perception import Perception, PerceptionHeads
@@ -34,21 +34,18 @@ def perception_loss(
     """Loss over a chunk [T, S]; also returns the recurrent state [S, R] after it."""
     obs = observation(chunk)
     # Neighbouring ticks say nearly the same: a quarter of them teaches as much.
-    now = torch.arange(0, chunk.shape[0] - 1, 4)
+    now = torch.arange(0, chunk.shape[0] - 1, 4, device=state.device)
     after = now + 1
     mean, log_std, location, state = module.sequence(obs, chunk["first"], state, now)
     belief = mean + distributed.noise(mean, 1) * log_std.exp()
     weight = chunk["alive"][now].float()
     view, occupancy, next_view, meters = heads(belief, obs.self_state[now], chunk["action"][now])
 
-    def cross_entropy(logits: Tensor, codes: Tensor) -> Tensor:
-        codes = codes.flatten(2).long()
-        return F.cross_entropy(logits.movedim(-1, 1), codes, reduction="none").mean(-1)
+    def drawn(logits: Tensor, codes: Tensor) -> Tensor:
+        return cross_entropy(logits, codes.flatten(2).long()).mean(-1)
 
     follows = weight * (~chunk["first"][after]).float()
-    place = F.cross_entropy(
-        location.movedim(2, 1), chunk["places"][now].long(), reduction="none"
-    ).mean(-1)
+    place = cross_entropy(location.movedim(2, -1), chunk["places"][now].long()).mean(-1)
     seen = chunk["visible"][now].float().mean(-1) * weight
     kl = 0.5 * (mean.square() + (2 * log_std).exp() - 1 - 2 * log_std)
     occupied = F.binary_cross_entropy_with_logits(
@@ -56,9 +53,9 @@ def perception_loss(
     )
     parts = weighted_means(
         {
-            "view": (cross_entropy(view, obs.view[now]), weight),
+            "view": (drawn(view, obs.view[now]), weight),
             "occupancy": (occupied.mean(-1), weight),
-            "next_view": (cross_entropy(next_view, obs.view[after]), follows),
+            "next_view": (drawn(next_view, obs.view[after]), follows),
             "places": (place, weight),
             "others_meters": (
                 (meters - chunk["others_meters"][now]).square().mean((-1, -2)),
@@ -82,8 +79,9 @@ def train_perception(
 ) -> tuple[Perception, PerceptionHeads]:
     """Train on the given worlds of `data` [T, B] (see `stages/collect.py` for its fields)."""
     torch.manual_seed(seed)
-    module = Perception(shape, params.hidden, params.latent)
-    heads = PerceptionHeads(shape, module.belief_dim)
+    device = data["action"].device
+    module = Perception(shape, params.hidden, params.latent).to(device)
+    heads = PerceptionHeads(shape, module.belief_dim).to(device)
     reader = SequenceReader(
         data, worlds, params.sequences, params.chunk, torch.Generator().manual_seed(seed)
     )
@@ -91,7 +89,7 @@ def train_perception(
         distributed.local_count(params.sequences, "params.yaml: perception.sequences")
         * shape.num_agents
     )
-    state = torch.zeros(slots, module.recurrent_dim)
+    state = torch.zeros(slots, module.recurrent_dim, device=device)
 
     carried: list[Tensor] = []
 
@@ -100,7 +98,7 @@ def train_perception(
         carried[:] = [after.detach()]
         return total, parts
 
-    loss_to_take, precision = in_precision(loss, params.precision)
+    loss_to_take, precision = in_precision(loss, params.precision, str(device))
     update = Update(
         loss_to_take,
         [*module.parameters(), *heads.parameters()],
@@ -118,7 +116,7 @@ def train_perception(
         },
     )
     start, extra = saved.load()
-    state = extra.get("state", state)
+    state = extra.get("state", state).to(device)
     for step in log.steps(params.steps, start):
         update.set_learning_rate(params.learning_rate * (1 - step / params.steps))
         metrics = update(reader.read(), state)
@@ -159,7 +157,9 @@ def evaluate_perception(
     module: Perception, heads: PerceptionHeads, data: TensorDict, worlds: Tensor, chunk_ticks: int
 ) -> dict[str, float]:
     """Held-out accuracy of what the belief holds, each beside its trivial baseline."""
-    state = torch.zeros(len(worlds) * module.shape.num_agents, module.recurrent_dim)
+    device = data["action"].device
+    (worlds,) = sent((worlds,), device)
+    state = torch.zeros(len(worlds) * module.shape.num_agents, module.recurrent_dim, device=device)
     sums: dict[str, float] = {}
     confidences, corrects = [], []
 
@@ -170,7 +170,7 @@ def evaluate_perception(
     for begin in range(0, data.shape[0], chunk_ticks):
         chunk = per_agent(data[begin : begin + chunk_ticks][:, worlds])
         obs = observation(chunk)
-        every = torch.arange(chunk.shape[0])
+        every = torch.arange(chunk.shape[0], device=device)
         mean, log_std, _, state = module.sequence(obs, chunk["first"], state, every)
         view, _, next_view, meters = heads(mean, obs.self_state, chunk["action"])
         alive = chunk["alive"]
@@ -191,7 +191,7 @@ def evaluate_perception(
         truth.scatter_(
             1,
             chunk["places"][-1].long(),
-            torch.arange(1, module.shape.num_affordances + 1).expand(len(truth), -1),
+            torch.arange(1, module.shape.num_affordances + 1, device=device).expand(len(truth), -1),
         )
         confidence, decoded = probability.max(-1)
         in_memory = (memory > 0) & (memory <= module.shape.num_cell_codes)
@@ -213,5 +213,7 @@ def evaluate_perception(
         for name, total in sums.items()
         if not name.endswith("#")
     }
-    result["map_ece"] = expected_calibration_error(torch.cat(confidences), torch.cat(corrects))
+    result["map_ece"] = expected_calibration_error(
+        torch.cat(confidences).cpu(), torch.cat(corrects).cpu()
+    )
     return result

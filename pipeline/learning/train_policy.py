@@ -32,6 +32,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from hamlet.artifacts import HamletError
+from hamlet.device import moved, upload, uploaded
 from hamlet.learning import distributed
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.checkpoint import Checkpoint
@@ -39,8 +40,10 @@ from hamlet.learning.impala import Behind, Cast
 from hamlet.learning.learner import (
     CoPlayers,
     Learner,
+    Led,
     RolloutCarry,
     Teacher,
+    led,
     packed,
     slots_of,
     thinking_in,
@@ -114,13 +117,18 @@ class Updates(NamedTuple):
     ppo: Update
 
 
+def policy_precision(options: CompileParams, device: torch.device) -> Precision:
+    """What `compile.precision` means on a device."""
+    wanted = options.precision
+    return best_precision(str(device)) if wanted == "auto" else wanted
+
+
 def make_updates(
     policy: Any, critic: Critic, losses: PolicyLosses, params: PolicyParams, options: CompileParams
 ) -> tuple[Updates, Precision]:
     everything = [*policy.parameters(), *critic.parameters()]
     choosing = [p for name, p in policy.named_parameters() if not name.startswith("controller.")]
-    wanted = options.precision
-    precision: Precision = best_precision("cpu") if wanted == "auto" else wanted
+    precision = policy_precision(options, everything[0].device)
     imitation = Update(
         losses.imitate, everything, learning_rate=params.imitation_learning_rate,
         compile=options.update, precision=precision,
@@ -180,12 +188,14 @@ class Schedule:
         """One iteration's updates; returns the last diagnostics.
 
         Args:
-            thinking: int64 [.] of each tick, the worlds whose agents deliberate.
+            thinking: int64 [.] of each tick, on the CPU, the worlds whose agents deliberate.
             agents: learning agents of a world.
         """
         params, update = self.params, self.update(iteration)
         with region("data"):
-            deciders = torch.stack([slots_of(now, agents) for now in thinking])
+            assert buffer.data is not None
+            device = buffer.data["active"].device
+            deciders = upload(torch.stack([slots_of(now, agents) for now in thinking]), device)
             if update is self.updates.imitation:
                 experience = [buffer.part(IMITATING, deciders)]
             elif update is self.updates.critic_only:
@@ -221,7 +231,8 @@ class Rollouts:
         blank = distributed.local_shard(tuple(first(params.worlds, learner.agents)))
         met = learner.co_players.start(self.worlds) if learner.co_players else ()
         self.carry = RolloutCarry(AgentState(*blank), expert.reset(self.world), met)
-        self.score, self.scores = torch.zeros(self.worlds, learner.agents), torch.zeros(2)
+        self.score = torch.zeros(self.worlds, learner.agents, device=town.device)
+        self.scores = torch.zeros(2, device=town.device)
 
     def state(self) -> dict[str, Any]:
         """Rows for a checkpoint: what `load` goes on with."""
@@ -229,24 +240,29 @@ class Rollouts:
 
     def load(self, extra: dict[str, Any]) -> None:
         self.go_on(extra)
-        self.score, self.scores = extra["score"], extra["scores"]
+        device = self.learner.town.device
+        self.score, self.scores = extra["score"].to(device), extra["scores"].to(device)
 
     def go_on(self, rows: dict[str, Any]) -> None:
         """The worlds were played on elsewhere, until `rows`."""
-        self.world, self.carry = unpacked(rows)
+        self.world, self.carry = unpacked(moved(dict(rows), self.learner.town.device))
 
     def thinking(self, iteration: int) -> list[Tensor]:
-        """int64 [.] of each tick of an iteration, the worlds whose agents deliberate."""
+        """int64 [.] of each tick of an iteration, on the CPU: worlds whose agents deliberate."""
         return thinking_in(iteration, self.worlds, self.params)
 
     def play(
         self, step: Any, buffer: RolloutBuffer, thinking: list[Tensor], share: float | None
     ) -> None:
         """Fill the buffer; the expert acts in `share` of the worlds, or nowhere (None)."""
-        driven = None
-        if share is not None:
+        device = self.learner.town.device
+        contexts: list[tuple[Tensor | None, Led | None]]
+        if share is None:
+            contexts = [(now, None) for now in uploaded(thinking, device)]
+        else:
             driven = distributed.local_shard(driven_worlds(self.params.worlds, share))
-        contexts = [(now, driven) for now in thinking]
+            rows = uploaded([part for now in thinking for part in led(now, driven)], device)
+            contexts = [(None, Led(*pair)) for pair in zip(rows[::2], rows[1::2], strict=True)]
         self.world, self.carry = collect(step, self.world, self.carry, buffer, contexts)
 
     def count(self, buffer: RolloutBuffer) -> Tensor:
@@ -294,7 +310,7 @@ def train_policy(
     check_worlds(params)
     policy: Any = mind.policy
     torch.manual_seed(seed)
-    critic = critic or Critic(shape, params.hidden)
+    critic = critic or Critic(shape, params.hidden).to(town.device)
     rng = torch.Generator().manual_seed(seed)
     losses = PolicyLosses(policy, critic, params)
     updates, precision = make_updates(policy, critic, losses, params, compiling)
@@ -362,8 +378,8 @@ def episode_scores(buffer: RolloutBuffer, score: Tensor, scores: Tensor) -> tupl
         *distributed.all_reduce_sum(torch.stack(finished), torch.stack(counts))
     ):
         mean = total / count.clamp_min(1)
-        weight = torch.minimum(count / 256, torch.ones(()))
-        first = torch.where(scores[1] == 0, torch.ones(()), weight)
-        rate = torch.where(count > 0, first, torch.zeros(()))
+        weight = (count / 256).clamp_max(1.0)
+        first = torch.where(scores[1] == 0, 1.0, weight)
+        rate = torch.where(count > 0, first, 0.0)
         scores = torch.stack([scores[0] + rate * (mean - scores[0]), scores[1] + count])
     return flat.view_as(score), scores

@@ -17,6 +17,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from hamlet.device import moved
 from hamlet.learning import distributed
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.checkpoint import Checkpoint
@@ -80,7 +81,7 @@ def build_prover(world: ProofWorld, use_prior: bool = True, hidden: int = 64) ->
     """An untrained prover for a world."""
     graph, kb = world.graph, world.kb
     shape = ProverShape(graph.num_predicates, graph.num_entities, kb.num_kinds, kb.width, hidden)
-    return Prover(shape, entity_signature(graph), use_prior)
+    return Prover(shape, entity_signature(graph), use_prior).to(world.device)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -101,7 +102,7 @@ class Student:
             seed, slot, episode, depth = (
                 state[k][:, None] for k in ("seed", "world", "episode", "depth")
             )
-            streams = _SAMPLE + torch.arange(logits.shape[1])
+            streams = _SAMPLE + torch.arange(logits.shape[1], device=logits.device)
             u = counter_uniform(seed, slot, episode, depth, streams)
             noise = -(-(u.clamp(1e-9, 1 - 1e-7)).log()).log()
             action = (logits + noise).argmax(-1)
@@ -201,7 +202,7 @@ def prove_all(
 def _search(world: ProofWorld, step: Step, queries: Tensor, slots: int) -> Proven:
     """One greedy pass over the queries; `score` is the root's, proven or not."""
     world.eval(queries)
-    totals = evaluate(world, step, None, len(queries), slots)
+    totals = moved(evaluate(world, step, None, len(queries), slots), "cpu")
     world.train()
     return Proven(
         totals["proven"] > 0,
@@ -293,7 +294,7 @@ class Choice:
             return
         self.prover.trust.fill_(1.0)
         score = [self.prover.see(part).score.double() for part in self.roots.split(CHUNK)]
-        self.weigh(torch.cat(score) - self.prior, **label)
+        self.weigh(torch.cat(score).cpu() - self.prior, **label)
 
     def weigh(self, correction: Tensor, **label: float) -> None:
         """Compare scores, by a correction float64 of the prior of each of `keys`, with the best."""
@@ -417,7 +418,7 @@ def _train(
         saver = Checkpoint(file, parts, save_every)
         start, kept = saver.load()
         if kept:
-            state = TensorDict(kept, batch_size=[slots])
+            state = TensorDict(moved(kept, world.device), batch_size=[slots])
     buffer = RolloutBuffer(config.ticks)
     tick = fused_step(world, Student(prover, imitating), config.compile)
     for step in range(start, total):

@@ -7,13 +7,12 @@ from pathlib import Path
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from torch.nn import functional as F
 
 from hamlet.learning import distributed
 from hamlet.learning.checkpoint import Checkpoint
 from hamlet.learning.log import Log
-from hamlet.learning.losses import weighted_means, weighted_terms
-from hamlet.learning.sequences import SequenceReader, per_agent
+from hamlet.learning.losses import cross_entropy, weighted_means, weighted_terms
+from hamlet.learning.sequences import SequenceReader, per_agent, sent
 from hamlet.learning.update import Update
 from hamlet.modules.contracts import TownShape, others_of
 from hamlet.modules.social import Social
@@ -70,10 +69,8 @@ def social_loss(
     goal, action, after = predict(model, chunk, state)
     weight = (chunk["others_alive"] & chunk["alive"].unsqueeze(-1)).float()
     weight = weight * (0.1 + 0.9 * chunk["visible"].float())  # what can be seen matters most
-    goal_loss = F.cross_entropy(goal.movedim(-1, 1), chunk["others_goal"], reduction="none")
-    action_loss = F.cross_entropy(
-        action.movedim(-1, 1), chunk["others_next_action"], reduction="none"
-    )
+    goal_loss = cross_entropy(goal, chunk["others_goal"])
+    action_loss = cross_entropy(action, chunk["others_next_action"])
     losses = {"goal": (goal_loss, weight), "next_action": (action_loss, weight)}
     return weighted_means(losses), after
 
@@ -95,7 +92,8 @@ def train_social(
     """
     until = params.steps if until is None else until
     torch.manual_seed(seed)
-    model = Social(shape, params.hidden)
+    device = data["action"].device
+    model = Social(shape, params.hidden).to(device)
     reader = SequenceReader(
         data, worlds, params.sequences, params.chunk, torch.Generator().manual_seed(seed)
     )
@@ -103,7 +101,7 @@ def train_social(
         distributed.local_count(params.sequences, "params.yaml: social.sequences")
         * shape.num_agents
     )
-    state = torch.zeros(slots, shape.num_others, model.recurrent_dim)
+    state = torch.zeros(slots, shape.num_others, model.recurrent_dim, device=device)
     carried: list[Tensor] = []
 
     def loss(chunk: TensorDict, state: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -115,7 +113,7 @@ def train_social(
     update = Update(loss, model.parameters(), learning_rate=params.learning_rate)
     saved = Checkpoint(checkpoint, {"model": model, "update": update, "reader": reader})
     start, extra = saved.load()
-    state = extra.get("state", state)
+    state = extra.get("state", state).to(device)
     for step in log.steps(until, start):
         update.set_learning_rate(params.learning_rate * (1 - step / params.steps))
         metrics = update(reader.read(), state)
@@ -130,9 +128,11 @@ def evaluate_social(
     model: Social, data: TensorDict, worlds: Tensor, chunk_ticks: int
 ) -> dict[str, float]:
     """Held-out accuracy beside the most frequent answer, after 1, 5 and 20 ticks in sight."""
-    m = model.shape.num_others
-    state = torch.zeros(len(worlds) * model.shape.num_agents, m, model.recurrent_dim)
-    in_sight = torch.zeros(state.shape[:2], dtype=torch.long)
+    m, device = model.shape.num_others, data["action"].device
+    (worlds,) = sent((worlds,), device)
+    slots = len(worlds) * model.shape.num_agents
+    state = torch.zeros(slots, m, model.recurrent_dim, device=device)
+    in_sight = torch.zeros(state.shape[:2], dtype=torch.long, device=device)
     columns: dict[str, list[Tensor]] = {}
     for begin in range(0, data.shape[0], chunk_ticks):
         chunk = per_agent(data[begin : begin + chunk_ticks][:, worlds])

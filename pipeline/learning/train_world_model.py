@@ -16,6 +16,8 @@ from hamlet.learning.float8 import in_precision
 from hamlet.learning.log import Log
 from hamlet.learning.losses import weighted_means, weighted_terms
 from hamlet.learning.returns import discounted
+from hamlet.learning.sequences import sent
+from hamlet.learning.sharded import Shared, shard
 from hamlet.learning.update import Update
 from hamlet.modules.contracts import METERS, TownShape
 from hamlet.modules.world_model import ERROR_UNIT, WorldModel
@@ -79,7 +81,8 @@ def windows(
     if which is not None:
         start, world, agent = start[which], world[which], agent[which]
     t = start.unsqueeze(0) + torch.arange(length + 1).unsqueeze(1)
-    return experience[t, world.expand_as(t), agent.expand_as(t)]
+    rows = (t, world.expand_as(t), agent.expand_as(t))
+    return experience[sent(rows, experience["action"].device)]
 
 
 def targets(window: TensorDict, t: int) -> dict[str, Tensor]:
@@ -142,7 +145,7 @@ def world_model_loss(model: WorldModel, window: TensorDict) -> tuple[Tensor, dic
             "error": (likelihood, survived),
         }
         for name, value in weighted_means(parts).items():
-            sums[name] = sums.get(name, torch.zeros(())) + value / horizon
+            sums[name] = sums.get(name, 0.0) + value / horizon
         mean, log_std, known, weight = p.mean, p.log_std, p.known_state, survived
     sums = weighted_terms(sums, IMPORTANCE)
     return torch.stack(list(sums.values())).sum(), sums
@@ -160,7 +163,8 @@ def output_scale(model: WorldModel, window: TensorDict) -> Tensor:
         "value": window["value"][0][ok].std().unsqueeze(0),
     }
     parts = [
-        found.get(name, torch.ones(size)) for name, size in zip(SCALED, model.sizes, strict=True)
+        found.get(name, torch.ones(size, device=ok.device))
+        for name, size in zip(SCALED, model.sizes, strict=True)
     ]
     return torch.cat(parts).clamp_min(1e-3)
 
@@ -177,9 +181,12 @@ def train_world_model(
 ) -> WorldModel:
     """Train on the given worlds of `experience` [T, B, N]."""
     torch.manual_seed(seed)
+    device = experience["action"].device
     model = WorldModel(shape, latent, params.hidden, params.members)
     rng = torch.Generator().manual_seed(seed)
     model.scale.copy_(output_scale(model, windows(experience, 1, 8192, worlds, rng)))
+    shared = params.shard and distributed.ranks() > 1
+    model = shard(model, model.layers, "members_step", device) if shared else model.to(device)
 
     distributed.local_count(params.batch, "params.yaml: world_model.batch")
     drawn = torch.arange(params.members * params.batch).view(params.members, params.batch)
@@ -188,7 +195,7 @@ def train_world_model(
     def loss(window: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         return world_model_loss(model, window)
 
-    loss_to_take, precision = in_precision(loss, params.precision)
+    loss_to_take, precision = in_precision(loss, params.precision, str(device))
     update = Update(
         loss_to_take,
         model.parameters(),
@@ -196,7 +203,8 @@ def train_world_model(
         max_grad_norm=10.0,
         precision=precision,
     )
-    saved = Checkpoint(checkpoint, {"model": model, "update": update, "rng": rng})
+    kept = Shared(model) if shared else model
+    saved = Checkpoint(checkpoint, {"model": kept, "update": update, "rng": rng})
     start, _ = saved.load()
     for step in log.steps(params.steps, start):
         update.set_learning_rate(params.learning_rate * (1 - step / params.steps))
@@ -211,6 +219,10 @@ def train_world_model(
             )
         log.record(step, update(batch))
         saved.save(step + 1)
+    if shared:
+        state = kept.state_dict()
+        model = WorldModel(shape, latent, params.hidden, params.members).to(device)
+        model.load_state_dict(state)
     return model.eval()
 
 
@@ -290,8 +302,8 @@ def evaluate_world_model(
     start = known[:, :METERS]
     drift = (window["known_state"][1] - window["known_state"][0])[~window["done"][0]]
     drift = drift[:, :METERS].mean(0)
-    trust, lives = torch.ones(len(alive)), torch.ones(len(alive))
-    imagined, real = torch.zeros(len(alive)), torch.zeros(len(alive))
+    trust = torch.ones(len(alive), device=alive.device)
+    lives, imagined, real = trust, torch.zeros_like(trust), torch.zeros_like(trust)
     for t in range(max(REPORT_TICKS)):
         mean, log_std, known, reward, cont, _, _, _, confidence, _ = model(
             mean, log_std, known, window["action"][t]

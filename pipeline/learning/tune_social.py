@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hamlet.artifacts import atomic_dir, read_json, write_json
+from hamlet.device import moved
 from hamlet.learning.pbt import Turn, started
 from hamlet.learning.precision import set_precision
-from hamlet.learning.sequences import per_agent
+from hamlet.learning.sequences import per_agent, sent
 from hamlet.learning.train_social import predict, train_social
 from hamlet.modules.contracts import TownShape
 from hamlet.modules.social import Social
@@ -44,6 +45,7 @@ class SocialMember:
         params: of the stage `social`; the turn's settings take the place of some.
         seed: members begin with seeds of their own, which follow from it.
         generations: into which the steps are divided.
+        device: where they train.
     """
 
     data: Path
@@ -51,17 +53,18 @@ class SocialMember:
     params: SocialParams
     seed: int
     generations: int
+    device: str = "cpu"
 
     def __call__(self, turn: Turn) -> float:
         """Minus the loss in nats on the worlds to choose by; not finite if the training is lost."""
-        data, worlds, _ = opened(self.data)
+        data, worlds, _ = opened(self.data, self.device)
         model = self.train(turn)
         return -held_out_loss(model, data, worlds["choose"], self.params.chunk)
 
     def train(self, turn: Turn) -> Social:
         torch.set_num_threads(1)
         set_precision()
-        data, worlds, shape = opened(self.data)
+        data, worlds, shape = opened(self.data, self.device)
         params = SocialParams(**(self.params.model_dump() | turn.settings))
         until = params.steps * (turn.generation + 1) // self.generations
         seed = self.seed * 1000 + turn.member
@@ -82,11 +85,13 @@ def share(target: Path, data: TensorDict, worlds: dict[str, Tensor], shape: Town
 
 
 @cache
-def opened(source: Path) -> tuple[TensorDict, dict[str, Tensor], TownShape]:
-    """What `share` wrote; memory-mapped, so that members on one machine hold it once."""
+def opened(source: Path, device: str = "cpu") -> tuple[TensorDict, dict[str, Tensor], TownShape]:
+    """What `share` wrote; on the CPU memory-mapped, so that members on one machine hold it once."""
     facts = read_json(source / "town.json")
     worlds = {name: torch.tensor(indices) for name, indices in facts["worlds"].items()}
     data = TensorDict.load_memmap(source / "labelled")
+    if device != "cpu":
+        data = TensorDict(moved(dict(data.items()), device), batch_size=data.shape)
     return data, worlds, TownShape.from_dict(facts["town"])
 
 
@@ -94,7 +99,9 @@ def opened(source: Path) -> tuple[TensorDict, dict[str, Tensor], TownShape]:
 def held_out_loss(model: Social, data: TensorDict, worlds: Tensor, chunk_ticks: int) -> float:
     """Mean cross-entropy of goal and next action of the others in sight, together; nats."""
     slots = len(worlds) * model.shape.num_agents
-    state = torch.zeros(slots, model.shape.num_others, model.recurrent_dim)
+    device = data["action"].device
+    (worlds,) = sent((worlds,), device)
+    state = torch.zeros(slots, model.shape.num_others, model.recurrent_dim, device=device)
     summed, count = 0.0, 0
     for begin in range(0, data.shape[0], chunk_ticks):
         chunk = per_agent(data[begin : begin + chunk_ticks][:, worlds])

@@ -17,6 +17,7 @@ from hamlet.artifacts import HamletError
 from hamlet.learning.compiling import inductor_options
 from hamlet.learning.distributed import sum_gradients
 from hamlet.learning.precision import Precision, autocast
+from hamlet.learning.sharded import is_shared, part_of, whole
 from hamlet.profiling import region
 
 Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
@@ -28,6 +29,7 @@ def fused_adam(parameters: Iterable[nn.Parameter], learning_rate: float, **optio
     """AdamW, fused with a tensor learning rate where supported, else foreach with a plain one."""
     parameters = list(parameters)
     fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
+    fused = fused and not is_shared(parameters)
     if fused:
         rate = torch.tensor(learning_rate, device=parameters[0].device)
         return torch.optim.AdamW(parameters, lr=rate, eps=1e-5, fused=True, **options)
@@ -55,7 +57,6 @@ class Update:
             size runs eager and is counted in `off_graph_steps`.
         precision: autocast type of forward and loss; fp16 adds a gradient scaler.
         weight_decay: decoupled weight decay.
-        device: where the parameters live.
 
     Raises:
         ValueError: for CUDA graphs of what is not compiled.
@@ -72,14 +73,14 @@ class Update:
         cuda_graphs: bool = False,
         precision: Precision = "fp32",
         weight_decay: float = 0.0,
-        device: str = "cpu",
     ) -> None:
         if cuda_graphs and not compile:
             raise ValueError("cuda_graphs: only a compiled loss is replayed: set compile too")
         self.parameters = list(parameters)
         self.max_grad_norm = max_grad_norm
+        self._device, self._shared = self.parameters[0].device.type, is_shared(self.parameters)
         self.optimizer = fused_adam(self.parameters, learning_rate, weight_decay=weight_decay)
-        self.scaler = torch.amp.GradScaler(device.split(":")[0], enabled=precision == "fp16")
+        self.scaler = torch.amp.GradScaler(self._device, enabled=precision == "fp16")
         self.skipped_steps = 0
         self.compile_active = compile
         self.off_graph_steps = 0
@@ -87,7 +88,6 @@ class Update:
         self._shapes: list[torch.Size] = []
         self._first = True
         self._lost_in_a_row = 0
-        self._device = device.split(":")[0]
         self._precision = precision
         self._eager = loss
         self._loss = loss
@@ -96,7 +96,10 @@ class Update:
             self._loss = torch.compile(loss, fullgraph=True, options=options)
 
     def set_learning_rate(self, rate: float) -> None:
-        for group in self.optimizer.param_groups:
+        self._set_rates([rate] * len(self.optimizer.param_groups))
+
+    def _set_rates(self, rates: list[float]) -> None:
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(rate)
             else:
@@ -158,9 +161,10 @@ class Update:
 
     def _apply(self, loss: Tensor, diagnostics: dict[str, Tensor]) -> Tensor:
         """Clip and step; returns the norm of the gradients before clipping."""
-        sum_gradients(self.parameters)
+        if not self._shared:  # else they are summed as they come
+            sum_gradients(self.parameters)
         self.scaler.unscale_(self.optimizer)
-        norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
+        norm = whole(nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm))
         lost = not bool((loss.detach() + norm).isfinite())
         self._lost_in_a_row = self._lost_in_a_row + 1 if lost else 0
         scaled = self.scaler.is_enabled()
@@ -183,12 +187,20 @@ class Update:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": whole(self.optimizer.state_dict()),
             "scaler": self.scaler.state_dict(),
             "skipped_steps": self.skipped_steps,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
+        # Of what was saved on another device only the numbers: how they are used is this one's.
+        own = self.optimizer.state_dict()["param_groups"]
+        rates = [float(group["lr"]) for group in state["optimizer"]["param_groups"]]
+        moments = {
+            number: {name: part_of(x, self.parameters[number]) for name, x in each.items()}
+            for number, each in state["optimizer"]["state"].items()
+        }
+        self.optimizer.load_state_dict({"state": moments, "param_groups": own})
+        self._set_rates(rates)
         self.scaler.load_state_dict(state["scaler"])
         self.skipped_steps = state["skipped_steps"]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hamlet.artifacts import HamletError
+from hamlet.device import constant
 
 METERS = 8
 STEPS = {"UP": (0.0, -1.0), "DOWN": (0.0, 1.0), "LEFT": (-1.0, 0.0), "RIGHT": (1.0, 0.0)}
@@ -220,7 +221,8 @@ def rivals_of(social: SocialPrediction) -> Tensor:
 def others_of(x: Tensor) -> Tensor:
     """[T, B, N, ...] -> [T, B, N, N-1, ...]: for every agent, the others in slot order."""
     n = x.shape[2]
-    index = torch.tensor([[j for j in range(n) if j != i] for i in range(n)])
+    others = [[j for j in range(n) if j != i] for i in range(n)]
+    index = constant(others, torch.int64, x.device)
     return x[:, :, index]
 
 

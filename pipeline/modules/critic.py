@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from hamlet.device import constant
 from hamlet.modules.contracts import TownShape
 from hamlet.modules.policy import mlp
 
@@ -24,7 +25,7 @@ def privileged_features(town: Any, shape: TownShape, state: TensorDict) -> Tenso
     """
     meters, position = state["meters"], state["position"].to(torch.float32)
     b, n = meters.shape[:2]
-    size = position.new_tensor([shape.width, shape.height])
+    size = constant((shape.width, shape.height), position.dtype, position.device)
     cells = town.affordance_cells[state["layout"]]
     places = torch.stack([cells % shape.width, cells // shape.width], -1).to(torch.float32)
     offsets = ((places.unsqueeze(1) - position.unsqueeze(2)) / size).flatten(2)
@@ -34,7 +35,8 @@ def privileged_features(town: Any, shape: TownShape, state: TensorDict) -> Tenso
     clock = torch.stack([angle.sin(), angle.cos(), age], -1).unsqueeze(1).expand(b, n, 3)
 
     everyone = torch.cat([meters, position / size, state["alive"].unsqueeze(-1).float()], -1)
-    order = (torch.arange(n).unsqueeze(0) + torch.arange(n).unsqueeze(1)) % n  # self first
+    agent = torch.arange(n, device=meters.device)
+    order = (agent.unsqueeze(0) + agent.unsqueeze(1)) % n  # self first
     rows = everyone[:, order].flatten(2)
     using = nn.functional.one_hot(state["last_affordance"].long() + 1, shape.num_affordances + 1)
     working = using[..., 1:] * (state["progress"].unsqueeze(-1).float() / 10)

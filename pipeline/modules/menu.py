@@ -38,44 +38,44 @@ def imagined_menu(
         timetable: float32 [lifespan + 1, F, 3] (see `hamlet.town.tables`).
         start_hour: of a life.
     """
-    f, names = shape.num_affordances, shape.self_names
+    f, names, device = shape.num_affordances, shape.self_names, timetable.device
     soonest = timetable[:-1, :, 0] == timetable[:-1, :, 0].amin(0)  # open, unless it never is
     open_at = [soonest[:, place].nonzero().flatten() for place in range(f)]
-    asked = torch.linspace(0, 1, HOURS_ASKED)
+    asked = torch.linspace(0, 1, HOURS_ASKED, device=device)
     tick = torch.stack([at[(asked * (len(at) - 1)).long()] for at in open_at])  # [F, hours]
     hour = (start_hour + tick) % 24 * (2 * math.pi / 24)
     size = (f, PROGRESS, HOURS_ASKED)
-    mean = torch.zeros(*size, belief_dim)
+    mean = torch.zeros(*size, belief_dim, device=device)
     log_std = torch.full_like(mean, math.log(PLACE_STD_MIN))
-    elsewhere = 0.5 * (1 - torch.eye(f)).unsqueeze(-1).expand(f, f, 2)
+    elsewhere = 0.5 * (1 - torch.eye(f, device=device)).unsqueeze(-1).expand(f, f, 2)
     mean[..., : 2 * f] = elsewhere.flatten(1)[:, None, None]
-    known = torch.zeros(*size, shape.self_dim)
+    known = torch.zeros(*size, shape.self_dim, device=device)
     known[..., : METERS + 2] = 0.5  # the meters, and in the middle of the map
     for name, value in {
         "sin_hour": hour.sin().unsqueeze(1),
         "cos_hour": hour.cos().unsqueeze(1),
         "age": (tick / shape.lifespan).unsqueeze(1),
-        "progress": torch.arange(PROGRESS).unsqueeze(-1) / 10,
+        "progress": torch.arange(PROGRESS, device=device).unsqueeze(-1) / 10,
     }.items():
         known[..., names.index(name)] = value
     state = [x.flatten(0, 2) for x in (mean, log_std, known)]
 
     def after(action: str) -> Tensor:
-        chosen = torch.full((len(state[0]),), shape.action_names.index(action))
+        chosen = torch.full((len(state[0]),), shape.action_names.index(action), device=device)
         return imagine_tick(*state, chosen)[2].unflatten(0, size)
 
     used, waited = after("INTERACT"), after("WAIT")
     gain = (used - waited)[..., :METERS]
-    price = timetable[tick, torch.arange(f).unsqueeze(-1), 2]
+    price = timetable[tick, torch.arange(f, device=device).unsqueeze(-1), 2]
     gain[..., shape.meter_names.index("money")] += price.unsqueeze(1)
     gain = gain.mean(2)
     # A use is whole when progress does not go on.
     progress = 10 * used[..., names.index("progress")].mean(2)
-    whole = progress < 0.5 * torch.arange(1, PROGRESS + 1)
+    whole = progress < 0.5 * torch.arange(1, PROGRESS + 1, device=device)
     last = torch.where(whole.any(-1), whole.int().argmax(-1), PROGRESS - 1)
-    before = torch.arange(PROGRESS) < last.clamp_min(1).unsqueeze(-1)
+    before = torch.arange(PROGRESS, device=device) < last.clamp_min(1).unsqueeze(-1)
     per_tick = (gain * before.unsqueeze(-1)).sum(1) / before.sum(-1, keepdim=True)
-    finished = gain[torch.arange(f), last] - per_tick
+    finished = gain[torch.arange(f, device=device), last] - per_tick
     return torch.cat([per_tick, finished, (last + 1.0).unsqueeze(-1)], -1)
 
 

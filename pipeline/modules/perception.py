@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hamlet.device import constant
 from hamlet.frontier import where_to_look
 from hamlet.modules.contracts import (
     LOOK,
@@ -124,7 +125,7 @@ class Perception(nn.Module):
         rank = torch.where(cues > 0.5, self.telling_rank, 0.0).amax(-1)
         x, y = self.position(self_state)
         cell = torch.stack([x, y], -1).unsqueeze(1) + (others_offset * OFFSET_UNIT).round().long()
-        last = cell.new_tensor([self.shape.width - 1, self.shape.height - 1])
+        last = constant((self.shape.width - 1, self.shape.height - 1), cell.dtype, cell.device)
         on_map = ((cell >= 0) & (cell <= last)).all(-1)
         column, row = cell.minimum(last).clamp_min(0).unbind(-1)
         index = row * self.shape.width + column
@@ -340,7 +341,7 @@ class PerceptionHeads(nn.Module):
 
     def draw(self, belief: Tensor, known: Tensor, step: Tensor) -> Tensor:
         """View logits [., 25, V] after moving by `step` [., 2] cells."""
-        size = belief.new_tensor([self.shape.width, self.shape.height])
+        size = constant((self.shape.width, self.shape.height), belief.dtype, belief.device)
         places = belief[..., : 2 * self.shape.num_affordances].unflatten(-1, (-1, 2)) * size
         distance = self.view_cells[:, None] - (places - step.unsqueeze(-2)).unsqueeze(-3)
         there = (-2 * distance.square().sum(-1)).exp() * self.sharpness * 2 - self.sharpness

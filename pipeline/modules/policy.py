@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hamlet.device import columns, constant
 from hamlet.modules.contracts import LEADS, LOOK, METERS, STEPS, Features, TownShape
 
 LOGIT_CAP = 15.0
@@ -95,6 +96,9 @@ class Policy(nn.Module):
         self.register_buffer("posted", posted)
         self.register_buffer("posted_at", posted_at)
 
+    def map_size(self, like: Tensor) -> Tensor:
+        return constant((self.shape.width, self.shape.height), like.dtype, like.device)
+
     def own_facts(self, f: Features) -> Tensor:
         return torch.cat([f.mean, f.log_std, f.known_state, f.rivals], -1)
 
@@ -103,7 +107,8 @@ class Policy(nn.Module):
     def cell_offsets(self, f: Features) -> Tensor:
         """float32 [., 2, F] believed offsets in cells."""
         offsets = f.mean[..., : self.places].unflatten(-1, (-1, 2)).transpose(-1, -2)
-        return offsets * offsets.new_tensor([[self.shape.width], [self.shape.height]])
+        size = ((self.shape.width,), (self.shape.height,))
+        return offsets * constant(size, offsets.dtype, offsets.device)
 
     def offset_spread(self, f: Features) -> Tensor:
         """float32 [., 2, F] how unsure those are."""
@@ -132,7 +137,7 @@ class Policy(nn.Module):
         there = (-4 * (x.square() + y.square())).exp()
         doubt = (spread_x.maximum(spread_y) - DOUBT).clamp(0.0, 1.0)
         look = f.mean[..., self.places : self.places + LOOK - 1]
-        search = (look * look.new_tensor([self.shape.width, self.shape.height])).abs().sum(-1, True)
+        search = (look * self.map_size(look)).abs().sum(-1, True)
         walk = steps * (1 - doubt) + (search + self.prospects.search) * doubt
         count = self.shape.num_affordances
         pursued, hours = self._pursued(f)[..., :count], self.posted_hours(f)
@@ -193,7 +198,7 @@ class Policy(nn.Module):
             return torch.where(is_place, facts.gather(-1, index).squeeze(-1), 0.0)
 
         look = f.mean[..., self.places : self.places + LOOK - 1]
-        look = look * look.new_tensor([self.shape.width, self.shape.height])
+        look = look * self.map_size(look)
         explores = (goal == self.exploring).unsqueeze(-1)
         offset = torch.where(explores, look, of_place(self.cell_offsets(f)))
         spread, hours = of_place(self.offset_spread(f)), of_place(self.posted_hours(f))
@@ -212,8 +217,8 @@ class Policy(nn.Module):
         target = self.goal_targets[goal]
         asked = target > 0
         reached = asked.any(-1) & ((meters >= target) | ~asked).all(-1)
-        low = meters[..., self.vital] < self.emergency
-        served = asked[..., self.vital]
+        low = columns(meters, self.vital) < self.emergency
+        served = columns(asked, self.vital)
         emergency = (low & ~served).any(-1) & (age >= 2)
         return reached | emergency | (age >= self.meta_period) | (age == 0)
 
@@ -329,7 +334,8 @@ class Prospects(nn.Module):
             posts them.
         """
         per_tick, finished, duration = self.menu.split([METERS, METERS, 1])
-        until, left, price = (hours / hours.new_tensor(HOUR_UNITS).unsqueeze(-1)).unbind(-2)
+        units = constant(HOUR_UNITS, hours.dtype, hours.device)
+        until, left, price = (hours / units.unsqueeze(-1)).unbind(-2)
         remaining = (duration.squeeze(0) - progress).clamp_min(1.0)
         money = meters[..., self.money, None]
         affordable = torch.where(price > 0, money / price.clamp_min(1e-3), remaining)

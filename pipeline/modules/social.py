@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hamlet.device import columns
 from hamlet.modules.contracts import LEADS, OFFSET_UNIT, STEPS, SocialPrediction, TownShape
 
 AGE_UNIT = 32.0  # the state's last number counts ticks since an agent was visible, in this unit
@@ -85,7 +86,7 @@ class Social(nn.Module):
         doubt_x, doubt_y = log_std[:, 0 : self.places : 2], log_std[:, 1 : self.places : 2]
         near = seen / (2 * REACH)
         pair = self.pair(torch.cat([x * near, y * near, cues, seen, others_offset], -1))
-        own = self.own(torch.cat([doubt_x, doubt_y, known_state[:, self.clock]], -1))
+        own = self.own(torch.cat([doubt_x, doubt_y, columns(known_state, self.clock)], -1))
         encoded = (pair + own.unsqueeze(1) + self.action(others_action)).relu()
 
         hidden, heading, age = recurrent_state.split([self.hidden, f, 1], -1)
@@ -164,7 +165,7 @@ class Social(nn.Module):
         theirs = x.abs() + y.abs()
         own_x, own_y = self.offsets(mean, torch.zeros_like(others_offset[:, :1]))
         own = (own_x.abs() + own_y.abs()).squeeze(1)
-        shows = cues[..., list(self.shape.telling_cues)].sum(-1, keepdim=True) > 0.5
+        shows = columns(cues, self.shape.telling_cues).sum(-1, keepdim=True) > 0.5
         uses = shows & (theirs < 0.5)
         progress = known_state[:, self.shape.self_names.index("progress"), None]
         mine = (progress > 0.05) & (own < 0.5)

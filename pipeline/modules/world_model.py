@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hamlet.device import constant
 from hamlet.modules.contracts import LOOK, METERS, PROGRESS, TownShape
 
 HOURS = 24
@@ -133,13 +134,14 @@ class WorldModel(nn.Module):
         # Not by a list in brackets: that is exported with transposes, and a product of a transpose
         # in float64 has no kernel in ONNX Runtime before 1.26.
         index = [self.shape.self_names.index(name) for name in names]
-        return known_state.index_select(-1, torch.tensor(index, device=known_state.device))
+        return known_state.index_select(-1, constant(index, torch.int64, known_state.device))
 
     def places_of(self, mean: Tensor, log_std: Tensor) -> tuple[Tensor, Tensor]:
         """[., F], [., F]: 1 where the agent knows the affordance's place, and where, known, it is
         the agent's own."""
         size = (self.shape.width, self.shape.height)
-        cells = mean[..., : self.places] * mean.new_tensor(size * self.shape.num_affordances)
+        places = mean[..., : self.places]
+        cells = places * constant(size * self.shape.num_affordances, mean.dtype, mean.device)
         distance = cells.abs().unflatten(-1, (-1, 2)).sum(-1)
         # Known: a deviation of at most half a cell; from a whole cell on it is not.
         spread = log_std[..., : self.places].unflatten(-1, (-1, 2)).amax(-1)
@@ -191,9 +193,10 @@ class WorldModel(nn.Module):
         used = tries * served
         refused = tries.sum(-1, keepdim=True) * (1 - served)
         progress = 10 * self.fields(known_state, "progress")
-        stage = level((progress - torch.arange(PROGRESS).to(progress.dtype)).abs())
+        ticks = torch.arange(PROGRESS, device=mean.device).to(progress.dtype)
+        stage = level((progress - ticks).abs())
         using = (used.unsqueeze(-1) * stage.unsqueeze(-2)).flatten(-2)
-        knots = torch.arange(1, KNOTS + 1).to(mean.dtype) / KNOTS
+        knots = torch.arange(1, KNOTS + 1, device=mean.device).to(mean.dtype) / KNOTS
         low = F.relu(knots - known_state[..., :METERS].unsqueeze(-1)).flatten(-2)
         facts = [using, used, refused, chosen, chosen * progress, low, known_state]
         d_known = d_known + self.effects(torch.cat(facts, -1))
@@ -222,9 +225,9 @@ class WorldModel(nn.Module):
             self.places_of(mean, log_std)[1] * F.embedding(hour, self.open.to(mean.dtype)).sigmoid()
         )
         right, down = float(self.shape.width - 1), float(self.shape.height - 1)
-        walls = self.fields(known, "y", "y", "x", "x") * known.new_tensor(
-            [down, -down, right, -right]
-        ) + known.new_tensor([0.0, down, 0.0, right])
+        at = self.fields(known, "y", "y", "x", "x")
+        walls = at * constant([down, -down, right, -right], known.dtype, known.device)
+        walls = walls + constant([0.0, down, 0.0, right], known.dtype, known.device)
         borders = torch.cat([usable.sum(-1, keepdim=True), level(walls.abs())], -1)
         return Prediction(
             mean=mean,

@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from hamlet.artifacts import HamletError
+from hamlet.device import chosen, take
 from hamlet.learning.checkpoint import Checkpoint
 from hamlet.learning.log import Log
 from hamlet.learning.losses import (
@@ -83,12 +84,14 @@ def train_policy_on_log(
             f"windows is {params.windows}, not a multiple of minibatches ({params.minibatches})",
             "change either",
         )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen_device = chosen().device
+    take(chosen_device)
+    device = str(chosen_device)
     policy.to(device)
     loss = Loss(policy, params)
     update = Update(
         loss, policy.parameters(), learning_rate=params.learning_rate, compile=params.compile,
-        precision=params.precision, device=device,
+        precision=params.precision,
     )  # fmt: skip
     length = min(params.window, store.facts["lengths"]["max"])
     windows = store.windows(length, ~store.held_out())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -32,16 +33,27 @@ def open_graph(data: str, seed: int) -> Graph:
     return load_graph(data)
 
 
-def build_world(graph: Graph, rounds: int, config: WorldConfig | None = None) -> ProofWorld:
-    """Forward-chain a graph and make its world."""
-    return ProofWorld(graph, close(graph, rounds), config)
+def build_world(
+    graph: Graph,
+    rounds: int,
+    config: WorldConfig | None = None,
+    device: str | torch.device = "cpu",
+) -> ProofWorld:
+    """Forward-chain a graph and make its world, on a device."""
+    return ProofWorld(graph, close(graph, rounds), config, device=device)
 
 
-def save_prover(folder: str | Path, prover: Prover, world: ProofWorld, rounds: int) -> None:
-    """Write `folder` (whole or not at all) and its card beside it."""
+def save_prover(
+    folder: str | Path,
+    prover: Prover,
+    world: ProofWorld,
+    rounds: int,
+    made_on: Mapping[str, str] | None = None,
+) -> None:
+    """Write `folder` (whole or not at all) and its card beside it, with what it was `made_on`."""
     with atomic_dir(folder) as temporary:
         torch.save(
-            {k: v for k, v in prover.state_dict().items() if k != "signature"},
+            {k: v.cpu() for k, v in prover.state_dict().items() if k != "signature"},
             temporary / "weights.pt",
         )
         write_graph(world.graph, temporary / "graph")
@@ -55,11 +67,13 @@ def save_prover(folder: str | Path, prover: Prover, world: ProofWorld, rounds: i
                 "config": asdict(world.config),
             },
         )
-    write_card(folder, kind="prover", schema={})
+    write_card(folder, kind="prover", schema={}, extra=made_on)
 
 
-def load_prover(folder: str | Path = "artifacts/prover") -> tuple[Prover, ProofWorld]:
-    """The prover and its world, ready for `hamlet.proofs.ask`.
+def load_prover(
+    folder: str | Path = "artifacts/prover", device: str | torch.device = "cpu"
+) -> tuple[Prover, ProofWorld]:
+    """The prover and its world on a device, ready for `hamlet.proofs.ask` on the CPU.
 
     Raises:
         HamletError: the folder is missing or differs from its card.
@@ -70,7 +84,11 @@ def load_prover(folder: str | Path = "artifacts/prover") -> tuple[Prover, ProofW
     graph = load_graph(folder / "graph")
     config = told["config"] | {"rewards": tuple(map(tuple, told["config"]["rewards"]))}
     world = ProofWorld(
-        graph, close(graph, told["rounds"]), WorldConfig(**config), Budget(**told["budget"])
+        graph,
+        close(graph, told["rounds"]),
+        WorldConfig(**config),
+        Budget(**told["budget"]),
+        device,
     )
     shape = ProverShape(
         graph.num_predicates,
@@ -82,11 +100,11 @@ def load_prover(folder: str | Path = "artifacts/prover") -> tuple[Prover, ProofW
     prover = Prover(shape, entity_signature(graph))
     weights = torch.load(folder / "weights.pt", weights_only=True)
     prover.load_state_dict(weights | {"signature": prover.signature})
-    return prover.eval(), world
+    return prover.to(device).eval(), world
 
 
 def example_inputs(world: ProofWorld, count: int = 3) -> dict[str, torch.Tensor]:
     """Observations to export the scorer with: training queries at their roots."""
     world.train()
     seen = world.observe(world.reset(0, count))
-    return {name: seen[name] for name in ProverInput._fields}
+    return {name: seen[name].cpu() for name in ProverInput._fields}

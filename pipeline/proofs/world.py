@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from hamlet.artifacts import HamletError
+from hamlet.device import moved
 from hamlet.proofs.closure import Closure
 from hamlet.proofs.data import Graph
 from hamlet.proofs.knowledge import Index, build_index, find
@@ -53,6 +54,7 @@ class ProofWorld:
         graph: the data.
         closure: evidence for the graph; from `close(graph)`.
         config, budget: sizes and rules of play.
+        device: where it is played; `graph`, `closure` and `kb` stay on the CPU, for searches.
     """
 
     def __init__(
@@ -61,21 +63,25 @@ class ProofWorld:
         closure: Closure,
         config: WorldConfig | None = None,
         budget: Budget | None = None,
+        device: str | torch.device = "cpu",
     ) -> None:
-        self.graph, self.closure = graph, closure
+        self.graph, self.closure, self.device = graph, closure, torch.device(device)
         self.config = config or WorldConfig()
         self.kb: KnowledgeBase = build_knowledge_base(graph, closure, budget)
         self.num_actions = self.kb.width + 1
         self.training = True
         # Only training facts are known: to leave other true triples out of the corruptions would
         # tell which derived atoms they are.
-        self._known = graph.key(graph.splits["train"]).unique()
+        known = graph.key(graph.splits["train"]).unique()
         keys = closure.keys[closure.round > 0]
-        fresh = keys[~find(self._known, keys)[1]]
+        fresh = keys[~find(known, keys)[1]]
         size = graph.num_entities
         triples = torch.stack([fresh // size**2, fresh // size % size, fresh % size], -1)
-        self._derivable: Index = build_index(triples, graph.num_predicates, size)
-        self._rewards = torch.tensor(self.config.rewards)
+        derivable: Index = build_index(triples, graph.num_predicates, size)
+        rewards = torch.tensor(self.config.rewards)
+        self._known, self._derivable, self._rewards, self._kb = moved(
+            (known, derivable, rewards, self.kb), self.device
+        )
         self.pool = self.train_pool()
 
     # --- query pools --------------------------------------------------------------------------
@@ -87,7 +93,7 @@ class ProofWorld:
         """
         facts = self.graph.splits["train"]
         place, found = find(self.closure.keys, self.graph.key(facts))
-        return facts[found & (self.closure.round[place] == 1)]
+        return facts[found & (self.closure.round[place] == 1)].to(self.device)
 
     def train(self) -> None:
         """Ask training facts and corruptions of them, for ever, in random order."""
@@ -99,12 +105,12 @@ class ProofWorld:
         Raises:
             HamletError: there are none, or an id is out of range.
         """
-        limits = torch.tensor([self.graph.num_predicates] + [self.graph.num_entities] * 2)
+        limits = queries.new_tensor([self.graph.num_predicates] + [self.graph.num_entities] * 2)
         if queries.ndim != 2 or len(queries) == 0:
             raise HamletError("there is no query to prove", "give at least one")
         if bool((queries < 0).any()) or bool((queries >= limits).any()):
             raise HamletError("a query names an unknown predicate or entity", "check its ids")
-        self.training, self.pool = False, queries.long()
+        self.training, self.pool = False, queries.long().to(self.device)
 
     def playing(self, state: TensorDict) -> tuple[Tensor, Tensor]:
         """The case int64 [B] of every slot, and whether it still has one, bool [B]."""
@@ -122,27 +128,27 @@ class ProofWorld:
             raise HamletError(
                 "no training fact is derivable by the rules", "give rules that explain some facts"
             )
-        slot = torch.arange(num_worlds)
+        slot = torch.arange(num_worlds, device=self.device)
         whole = {"seed": seed, "episode": 0, "next_case": num_worlds, "finished_case": -1}
         whole |= {"dropped": 0, "depth": 0}
         state = TensorDict(
             {name: torch.full_like(slot, value) for name, value in whole.items()}
             | {
-                n: torch.zeros(num_worlds, dtype=torch.bool)
+                n: torch.zeros_like(slot, dtype=torch.bool)
                 for n in ("done", "success", "truncated")
             }
             | {
                 "world": slot.clone(),
                 "case": slot.clone(),
-                "reward": torch.zeros(num_worlds),
+                "reward": torch.zeros(num_worlds, device=self.device),
                 "idle": slot >= (num_worlds if self.training else len(self.pool)),
             },
             batch_size=[num_worlds],
         )
         query, label, hidden = self._ask(state)
         state["query"], state["label"], state["hidden"] = query, label, hidden
-        state["goals"] = self.kb.start(query)
-        state["history"] = torch.zeros(num_worlds, self.config.max_depth, dtype=torch.int64)
+        state["goals"] = self._kb.start(query)
+        state["history"] = slot.new_zeros(num_worlds, self.config.max_depth)
         return self._look(state)
 
     def step_core(self, state: TensorDict, actions: Tensor) -> TensorDict:
@@ -190,7 +196,7 @@ class ProofWorld:
         truncated = ~gave_up & ~proven & (depth >= self.config.max_depth)
         ended = gave_up | proven
         reward = self._rewards[state["label"].long(), proven.long()]
-        column = torch.arange(self.config.max_depth)
+        column = torch.arange(self.config.max_depth, device=self.device)
         history = torch.where(
             column == state["depth"][:, None], state_hash(state["goals"])[:, None], state["history"]
         )
@@ -215,7 +221,7 @@ class ProofWorld:
         state["query"] = torch.where(fresh[:, None], query, state["query"])
         state["hidden"] = torch.where(fresh[:, None], hidden, state["hidden"])
         state["label"] = torch.where(fresh, label, state["label"])
-        start = self.kb.start(query)
+        start = self._kb.start(query)
         state["goals"] = torch.where(fresh[:, None], start, state["goals"])
         state["depth"] = torch.where(fresh, 0, state["depth"])
         state["history"] = torch.where(fresh[:, None], 0, state["history"])
@@ -224,7 +230,7 @@ class ProofWorld:
     def _look(self, state: TensorDict) -> TensorDict:
         """Find the successors of the goals, without those already visited."""
         state = state.clone(recurse=False)
-        key = self.kb.pack(state["query"])
+        key = self._kb.pack(state["query"])
         goals, depth, history = state["goals"], state["depth"], state["history"]
         found = self._successors(goals, key, history)
         dropped = found.dropped
@@ -233,7 +239,7 @@ class ProofWorld:
             step = found.goals[:, 0]
             skip = only & (step >= 0).any(-1) & (depth > 0)
             skip = skip & (depth < self.config.max_depth - 1)
-            column = torch.arange(self.config.max_depth)
+            column = torch.arange(self.config.max_depth, device=self.device)
             here = (column == depth[:, None]) & skip[:, None]
             history = torch.where(here, state_hash(goals)[:, None], history)
             goals = torch.where(skip[:, None], step, goals)
@@ -253,7 +259,7 @@ class ProofWorld:
 
     def _successors(self, goals: Tensor, query: Tensor, history: Tensor) -> Successors:
         """Successors of states, without those on the way here; legal ones first."""
-        found = expand(self.kb, goals, query)
+        found = expand(self._kb, goals, query)
         hashes = state_hash(found.goals)
         seen = hashes == state_hash(goals)[:, None]
         seen = seen | (hashes[:, :, None] == history[:, None, :]).any(-1)
@@ -270,7 +276,7 @@ class ProofWorld:
         """
         if not self.training:
             query = self.pool[state["case"].clamp(max=len(self.pool) - 1)]
-            known = find(self.kb.facts.keys, self.graph.key(query))[1]
+            known = find(self._kb.facts.keys, self.graph.key(query))[1]
             return query, torch.ones_like(state["done"]), known[:, None].expand(-1, 2)
         counters = (state["seed"], state["world"])
         cycle = self.config.negatives + 1
@@ -335,7 +341,7 @@ class ProofWorld:
             {
                 "query": state["query"],
                 "hidden": state["hidden"],
-                "prior": self.closure.log_odds(key),
+                "prior": self._kb.closure.log_odds(key),
                 "root": state["depth"] == 0,
                 "kind": state["kind"],
                 "evidence": state["evidence"],

@@ -8,7 +8,7 @@ import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -55,6 +55,10 @@ def serve(
         float,
         typer.Option(min=0, help="After SIGTERM: so long not ready, but answering, then the end."),
     ] = 0.0,
+    provider: Annotated[
+        Literal["cpu", "cuda", "auto"],
+        typer.Option(help="Where it computes; auto: CUDA if it works and says what the CPU says."),
+    ] = "cpu",
 ) -> None:
     """Serve a policy over HTTP: the Open Inference Protocol v2, with every session's state kept.
 
@@ -80,8 +84,13 @@ def serve(
             raise HamletError(f"{option} is {number}", "give a number of seconds")
     if name is not None and not re.fullmatch(r"[\w.~-]{1,128}", name, re.ASCII):
         raise HamletError(f"--name '{name}' cannot stand in a URL", "letters, digits and . _ ~ -")
+    opened = open_source(source, _pairs(state), action)
+    if provider != "cpu":
+        from hamlet.serving.provider import Placed
+
+        opened = Placed(opened, provider)
     serve_until_stopped(
-        open_source(source, _pairs(state), action),
+        opened,
         host,
         port,
         state_file,

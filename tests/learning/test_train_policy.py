@@ -17,6 +17,7 @@ from hamlet.learning.learner import (
     RolloutCarry,
     deliberating,
     gumbel,
+    led,
     observation_of,
 )
 from hamlet.learning.policy_losses import IMITATING
@@ -150,7 +151,7 @@ def test_the_expert_is_asked_where_agents_deliberate_or_it_acts_and_says_what_it
         told = record["expert_goal"].unflatten(0, (12, -1))
         assert torch.equal(told[thinking], means[thinking])
         driven = torch.arange(12) % 5 == 0
-        record = learner.act(world, seen, memory, thinking, driven)[2]
+        record = learner.act(world, seen, memory, None, led(thinking, driven))[2]
         asked = driven.index_fill(0, thinking, True)
         for name, all_of_it in {"expert_goal": means, "expert_action": acts}.items():
             told = record[name].unflatten(0, (12, -1))
@@ -163,16 +164,17 @@ def test_where_the_expert_acts_its_goal_is_the_one_that_is_pursued():
     learner, memory, world = class_of_twelve()
     town, shape, driven = learner.town, learner.shape, torch.arange(12) < 6
     assert not memory.agent.goal_age.any()
-    led, pursued = driven.repeat_interleave(4), torch.full((48,), shape.num_goals)
+    shown, pursued = driven.repeat_interleave(4), torch.full((48,), shape.num_goals)
     for clock in range(3):
         thinking = deliberating(12, 4, clock)
-        action, after, record = learner.act(world, town.observe(world), memory, thinking, driven)
+        told = led(thinking, driven)
+        action, after, record = learner.act(world, town.observe(world), memory, None, told)
         assert torch.equal(record["f_pursued"], pursued)
         pursued = after.agent.goal
-        assert torch.equal(pursued[led], record["expert_goal"][led])
-        assert torch.equal(action.flatten()[led], record["expert_action"][led])
+        assert torch.equal(pursued[shown], record["expert_goal"][shown])
+        assert torch.equal(action.flatten()[shown], record["expert_action"][shown])
         assert torch.equal(after.agent.moved, action.flatten() + 1)
-        assert (pursued != record["expert_goal"])[~led].any()
+        assert (pursued != record["expert_goal"])[~shown].any()
         assert torch.equal(after.agent.clock, memory.agent.clock + 1)
         world, memory = town.step_core(world, action), after
 
@@ -193,7 +195,7 @@ def test_where_nobody_leads_the_learner_acts_as_in_ppo_without_imagination():
         ]
         expected, agent, record = mind.sample_step(obs, memory.agent, None, *noise)
         action, after, found = learner.act(
-            world, town.observe(world), memory, deliberating(12, 4, clock), nobody
+            world, town.observe(world), memory, None, led(deliberating(12, 4, clock), nobody)
         )
         assert torch.equal(action.flatten(), expected)
         for name, ours, theirs in zip(agent._fields, after.agent, agent, strict=True):

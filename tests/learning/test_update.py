@@ -297,7 +297,6 @@ def test_replayed_steps_are_eager_steps():
 
         update = Update(
             loss, twin.parameters(), learning_rate=0.01, compile=graphs, cuda_graphs=graphs,
-            device="cuda",
         )  # fmt: skip
         told = [update(x, y)["error"] for x, y in feed]
         ends.append((weights(twin), torch.stack(told)))

@@ -143,7 +143,14 @@ def test_rank_correlation_looks_at_the_order_only():
 
 def test_rules_are_learned_and_held_out_worlds_are_predicted(shape, lived, tmp_path):
     params = WorldModelParams(
-        hidden=16, members=2, horizon=2, steps=400, batch=64, learning_rate=5e-3, precision="fp32"
+        hidden=16,
+        members=2,
+        horizon=2,
+        steps=400,
+        batch=64,
+        learning_rate=5e-3,
+        precision="fp32",
+        shard=False,
     )
     worlds = torch.arange(WORLDS)
     train, held_out = worlds[:16], worlds[16:]
@@ -162,7 +169,14 @@ def test_a_toss_is_expected_in_the_mean_and_doubted(shape, tmp_path):
     """Half of all uses are refused: the rule is still learned whole, its effect expected by half,
     and confidence is lower than where nothing is tried."""
     params = WorldModelParams(
-        hidden=16, members=2, horizon=2, steps=900, batch=64, learning_rate=5e-3, precision="fp32"
+        hidden=16,
+        members=2,
+        horizon=2,
+        steps=900,
+        batch=64,
+        learning_rate=5e-3,
+        precision="fp32",
+        shard=False,
     )
     tossed, worlds = live(shape, 0.5), torch.arange(WORLDS)
     model = train_world_model(
@@ -185,7 +199,14 @@ def test_the_ticks_of_a_use_are_told_apart(shape, tmp_path):
     """Of three ticks only the last feeds. Fed its own predictions from the beginning, a model may
     take the second for the third, see that confirmed, and never learn better."""
     params = WorldModelParams(
-        hidden=16, members=2, horizon=5, steps=600, batch=64, learning_rate=5e-3, precision="fp32"
+        hidden=16,
+        members=2,
+        horizon=5,
+        steps=600,
+        batch=64,
+        learning_rate=5e-3,
+        precision="fp32",
+        shard=False,
     )
     used, worlds = live(shape, 0.0, duration=3, tried=0.8), torch.arange(WORLDS)
     model = train_world_model(

@@ -1,0 +1,231 @@
+"""Every trainer on a GPU that is emulated; which device a stage takes, and what it says if none."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hamlet.artifacts import HamletError
+from hamlet.device import Found, check_ranks, constant, memory_errors, moved, resolve, uploaded
+from stages.common import one_line_errors
+
+ROOT = Path(__file__).parents[1]
+CLOSE, RANKED = 1e-5, 0.05
+RANKS = ("auroc", "rank_correlation", "doubt_error")
+"""Numbers of an order, in which what is as good as equal may change places."""
+BEFORE = "once, before the first tick or update"
+ONCE = "a constant: made once per device"
+WAITS = {
+    "update.py:_apply": "each update: what is not a number must not reach the weights",
+    "rollout.py:learn": "each minibatch of PPO: whether it has gone far enough",
+    "rollout.py:evaluate": "every GPU_TICKS ticks: whether all is over",
+    "checkpoint.py:save": "every 20 seconds: the file is written from the CPU",
+    "train_prover.py:consider": "15 times in a phase: proofs are ranked on the CPU",
+    "train_prover.py:_search": "at the end of a search: its results go to the CPU",
+    "players.py:_setup": BEFORE,
+    "train_world_model.py:output_scale": BEFORE,
+    "train_world_model.py:train_world_model": BEFORE,
+}
+"""Where the host waits for the GPU, and why."""
+UPLOADS = {
+    "buffer.py:minibatches": "each epoch: the order, drawn on the CPU",
+    "sequences.py:sent": "each update: which rows to read, drawn on the CPU",
+    "train_policy.py:learn": "each iteration: who deliberates",
+    "train_policy.py:play": "each iteration: who deliberates and where the expert acts, all ticks",
+    "world.py:eval": "each search: its queries",
+    "world.py:train_pool": "each search: the training facts again",
+    "elsewhere": "the tests' own data",
+    **dict.fromkeys(
+        (
+            "expert.py:<genexpr>", "expert.py:__init__", "players.py:_setup", "town.py:rearrange",
+            "policy_losses.py:__init__", "train_perception.py:train_perception",
+            "train_policy.py:train_policy", "train_social.py:train_social",
+            "train_world_model.py:train_world_model",
+        ),
+        BEFORE,
+    ),
+    **dict.fromkeys(
+        (
+            "perception.py:draw", "perception.py:update_map_from_cues", "policy.py:cell_offsets",
+            "policy.py:forward", "policy.py:goal_ended", "social.py:logits",
+            "world_model.py:apply_rules", "world_model.py:fields", "world_model.py:places_of",
+            "critic.py:privileged_features", "policy.py:map_size",
+        ),
+        ONCE,
+    ),
+}  # fmt: skip
+"""Where numbers are sent to the GPU, and when; nowhere at every tick."""
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory) -> dict[str, Any]:
+    """What both devices measured; in a process of its own, which the emulated one changes."""
+    file = tmp_path_factory.mktemp("device") / "told.json"
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.device_work", str(file)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert not ended.returncode, ended.stderr[-3000:]
+    return json.loads(file.read_text()) | {"stderr": ended.stderr}
+
+
+def numbers(told: Any, where: str = "") -> Iterator[tuple[str, float]]:
+    """Every number in what was told, by the way to it."""
+    if isinstance(told, dict | list):
+        for key, value in told.items() if isinstance(told, dict) else enumerate(told):
+            yield from numbers(value, f"{where}/{key}")
+    else:
+        yield where, told
+
+
+@pytest.mark.parametrize("name", ["perception", "world_model", "social", "policy", "prover"])
+def test_training_on_a_gpu_measures_what_it_does_on_the_cpu(done, name):
+    ours, theirs = (dict(numbers(done[device][name])) for device in ("cpu", "gpu"))
+    ordered = {name for name in ours if any(rank in name for rank in RANKS)}
+    for name in ours:
+        close = RANKED if name in ordered else CLOSE
+        assert theirs.pop(name) == pytest.approx(ours[name], rel=close, abs=close), name
+    assert not theirs
+    assert len(ours) - len(ordered) > 16
+
+
+def test_what_began_on_one_device_goes_on_on_the_other_and_says_so(done):
+    expected = dict(numbers(done["cpu"]["social"]["rows"]))
+    for found in done["crossed"]:
+        assert dict(numbers(found)) == pytest.approx(expected, rel=CLOSE, abs=CLOSE)
+    for first, then in (("cpu", "gpu"), ("gpu", "cpu")):
+        line = f"a training begun on {first} goes on on {then}: not bit for bit"
+        assert done["stderr"].count(line) == 1
+
+
+@pytest.mark.parametrize(("kind", "allowed"), [("waits", WAITS), ("uploads", UPLOADS)])
+def test_the_host_waits_and_sends_only_where_there_is_a_reason(done, kind, allowed):
+    assert set(done["seen"][kind]) <= set(allowed), done["seen"][kind]
+
+
+def test_of_what_is_asked_at_every_update_there_is_one(done):
+    seen = done["seen"]["waits"]
+    rows = [done["gpu"][name]["rows"] for name in ("perception", "world_model", "social", "prover")]
+    rows += [done["gpu"]["policy"][name] for name in ("ppo", "impala")]
+    assert seen["update.py:_apply"] <= 3 * sum(map(len, rows))
+
+
+# ------------------------------------------------------------------------------------------------
+# Which device
+
+
+NOTHING = Found(0, "no usable GPU is found")
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "device"),
+    [
+        ("auto", NOTHING, "cpu"),
+        ("auto", Found(2), "cuda:0"),
+        ("cpu", Found(2), "cpu"),
+        ("cuda", Found(1), "cuda:0"),
+        ("cuda:1", Found(2), "cuda:1"),
+    ],
+)
+def test_a_stage_takes_the_device_that_is_asked_for(asked, gpus, device):
+    assert resolve(asked, gpus).device == torch.device(device)
+
+
+def test_without_a_gpu_the_reason_is_told():
+    assert resolve("auto", NOTHING).why == "no usable GPU is found"
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "told"),
+    [
+        ("gpu", Found(1), "HAMLET_DEVICE is 'gpu': give auto, cpu, cuda or cuda:N"),
+        ("cuda:", Found(1), "HAMLET_DEVICE is 'cuda:': give auto"),
+        ("cuda", NOTHING, "HAMLET_DEVICE is cuda and no usable GPU is found: give cpu"),
+        ("cuda:2", Found(2), "HAMLET_DEVICE is cuda:2 and there is cuda:0 to cuda:1: give one"),
+        ("cuda:1", Found(1), "HAMLET_DEVICE is cuda:1 and there is cuda:0 only: give one"),
+        (
+            "cuda",
+            Found(0, "the NVIDIA driver is too old for this torch"),
+            "HAMLET_DEVICE is cuda and the NVIDIA driver is too old for this torch: install a ",
+        ),
+    ],
+)
+def test_what_cannot_be_had_is_one_line(asked, gpus, told):
+    with pytest.raises(HamletError) as error:
+        resolve(asked, gpus)
+    assert str(error.value).startswith(told)
+    assert "\n" not in str(error.value)
+
+
+def test_each_rank_has_a_gpu_of_its_own():
+    taken = [resolve("auto", Found(4), rank, 4).device for rank in range(4)]
+    assert taken == [torch.device("cuda", number) for number in range(4)]
+    assert resolve("auto", NOTHING, 1, 2).device == torch.device("cpu")
+    with pytest.raises(HamletError, match="cuda:1 for 2 ranks"):
+        resolve("cuda:1", Found(2), 0, 2)
+
+
+def test_more_ranks_than_gpus_is_one_line():
+    check_ranks(2, 2)
+    for gpus, told in ((1, "3 ranks are more than the 1 GPU here"), (2, "the 2 GPUs here")):
+        with pytest.raises(HamletError, match=told):
+            check_ranks(3, gpus)
+        with pytest.raises(HamletError, match=told):
+            resolve("auto", Found(gpus), 2, 3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to be had")
+def test_a_stage_without_what_it_was_told_to_take_ends_at_once(tmp_path, monkeypatch):
+    for file in ("params.yaml", "dvc.yaml"):
+        (tmp_path / file).write_text((ROOT / file).read_text())
+    monkeypatch.setenv("HAMLET_DEVICE", "cuda:7")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    ended = subprocess.run(
+        [sys.executable, "-m", "stages.collect"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith("collect: HAMLET_DEVICE is")
+
+
+def test_a_full_gpu_names_what_to_make_smaller(capsys):
+    with pytest.raises(SystemExit) as end, one_line_errors("policy"), memory_errors("policy"):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore lines.")
+    assert end.value.code == 1
+    told = "policy: the GPU's memory is full: make policy.worlds smaller in params.yaml\n"
+    assert capsys.readouterr().err == told
+
+
+# ------------------------------------------------------------------------------------------------
+# Moving
+
+
+def test_what_is_there_already_is_not_copied():
+    x = torch.ones(3)
+    value = {"a": [x, (x, 1)], "b": "c"}
+    assert moved(value, "cpu") is value
+    away = moved(value, "meta")
+    assert (away["a"][0].device.type, away["a"][1][1], away["b"]) == ("meta", 1, "c")
+
+
+def test_tensors_sent_together_are_the_same_apart():
+    parts = [torch.arange(n) for n in (3, 0, 2)]
+    assert uploaded(parts, torch.device("cpu")) is parts
+    sizes = [len(part) for part in uploaded(parts, torch.device("meta"))]
+    assert sizes == [3, 0, 2]
+
+
+def test_a_constant_is_made_once_but_on_the_cpu():
+    one, other = (constant([[1], [2]], torch.float32, torch.device("meta")) for _ in range(2))
+    assert one is other
+    here = [constant([[1], [2]], torch.float32, torch.device("cpu")) for _ in range(2)]
+    assert here[0] is not here[1]
+    assert torch.equal(here[0], torch.tensor([[1.0], [2.0]]))

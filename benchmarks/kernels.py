@@ -40,7 +40,7 @@ class Counted(Exception):
 
 
 def in_groups(lowered: Any) -> list[list[Any]]:
-    """What may run side by side in one kernel: inductor's own grouping, which leaves the CPU out."""
+    """What may run side by side in one kernel: inductor's grouping, which leaves the CPU out."""
     most = inductor.combo_kernel_max_num_nodes
     levels = [[n for n in level if n.get_device()] for level in lowered._topological_sort_nodes()]
     return [level[i : i + most] for level in levels for i in range(0, len(level), most)]
@@ -64,7 +64,8 @@ def kernels_of(function: Any, *inputs: Any) -> dict[str, int]:
         found.update(kinds)
         raise Counted
 
-    Scheduler.codegen = count  # type: ignore[method-assign]
+    patched: Any = Scheduler
+    patched.codegen = count
     ForeachKernelSchedulerNode.set_group_algorithm_for_combo_kernels(in_groups)
     with inductor.patch(cpu_backend="triton", force_disable_caches=True):
         try:

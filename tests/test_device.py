@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.device_work import numbers
 from hamlet.artifacts import HamletError
 from hamlet.device import Found, check_ranks, constant, memory_errors, moved, resolve, uploaded
 from stages.common import one_line_errors
@@ -69,20 +69,11 @@ def done(tmp_path_factory) -> dict[str, Any]:
     """What both devices measured; in a process of its own, which the emulated one changes."""
     file = tmp_path_factory.mktemp("device") / "told.json"
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.device_work", str(file)],
+        [sys.executable, "-m", "tests.emulated", str(file)],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert not ended.returncode, ended.stderr[-3000:]
     return json.loads(file.read_text()) | {"stderr": ended.stderr}
-
-
-def numbers(told: Any, where: str = "") -> Iterator[tuple[str, float]]:
-    """Every number in what was told, by the way to it."""
-    if isinstance(told, dict | list):
-        for key, value in told.items() if isinstance(told, dict) else enumerate(told):
-            yield from numbers(value, f"{where}/{key}")
-    else:
-        yield where, told
 
 
 @pytest.mark.parametrize("name", ["perception", "world_model", "social", "policy", "prover"])

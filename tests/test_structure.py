@@ -44,6 +44,8 @@ LONG_FUNCTIONS: dict[str, str] = {
 DYNAMO = "PyTorch counts graphs and breaks, and forgets them, under this private name only"
 ENGINE = "MLflow has no public way to close its connections to a database file"
 # Private names of other people's code: (name, file) -> why.
+LOWERED = "PyTorch shows what it would have a GPU run nowhere else"
+PYTREE = "PyTorch has its nests of tensors under this private name only"
 BORROWED: dict[tuple[str, str], str] = {
     ("_dynamo", "benchmarks/learning.py"): DYNAMO,
     ("_dynamo", "benchmarks/town.py"): DYNAMO,
@@ -53,6 +55,10 @@ BORROWED: dict[tuple[str, str], str] = {
     ("_python_dispatch", "benchmarks/counts.py"): (
         "PyTorch documents the mode that sees every operation under this private name only"
     ),
+    ("_inductor", "benchmarks/kernels.py"): LOWERED,
+    ("_topological_sort_nodes", "benchmarks/kernels.py"): LOWERED,
+    ("_pytree", "pipeline/learning/captured.py"): PYTREE,
+    ("_pytree", "tests/learning/test_captured.py"): PYTREE,
     ("_exit", "pipeline/learning/actors.py"): "os._exit is public: an actor dies with its learner",
     ("_exit", "pipeline/learning/engines.py"): "os._exit is public: a worker dies with its parent",
     ("_exit", "pipeline/tracking/processes.py"): "os._exit is public: the last word to a process",

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from hamlet.device import chosen
+
 
 def inductor_options() -> dict[str, Any]:
     """What every compiled function is compiled with.
@@ -38,7 +40,8 @@ def compiled(function: Callable, fixed: bool = False) -> Callable:
         "size_asserts": False,
         "max_fusion_size": 256,
         "cpp.max_horizontal_fusion_size": 64,
-        "cpp_wrapper": True,
+        "cpp_wrapper": chosen().device.type == "cpu",  # on a GPU it would keep graphs from capture
+        "combo_kernels": True,  # on a GPU: one kernel for several that do not wait for each other
     }
     if fixed:
         options["guard_filter_fn"] = torch.compiler.keep_tensor_guards_unsafe
@@ -53,18 +56,18 @@ def compiled(function: Callable, fixed: bool = False) -> Callable:
 
 def compiled_or_plain(function: Callable) -> Callable:
     """As `compiled`, or the function itself, with one warning, where compiling it fails."""
-    chosen: Callable | None = None
+    taken: Callable | None = None
 
     def call(*inputs: Any) -> Any:
-        nonlocal chosen
-        if chosen is None:
-            chosen = compiled(function)
+        nonlocal taken
+        if taken is None:
+            taken = compiled(function)
             try:
-                return chosen(*inputs)
+                return taken(*inputs)
             except Exception as error:
                 message = (str(error).splitlines() or [type(error).__name__])[0]
                 warnings.warn(f"compiling failed, eager from now on: {message}", stacklevel=2)
-                chosen = function
-        return chosen(*inputs)
+                taken = function
+        return taken(*inputs)
 
     return call

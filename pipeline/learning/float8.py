@@ -10,7 +10,7 @@ elsewhere it can be emulated, which is slow and tells what the rounding costs.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,12 +25,17 @@ from hamlet.params import ModulePrecision
 
 Product = Callable[[Tensor, Tensor], Tensor]
 MULTIPLE = 16  # of both sides of a matrix that the hardware multiplies in float8
+# Up to these sizes of a layer, to scale and round costs more than it saves (torchao's own filter).
+SMALL_INPUTS, SMALL_OUTPUTS = 4096, 1024
 
 
 def in_precision(
-    loss: Loss, precision: ModulePrecision, device: str = "cpu"
+    loss: Loss, precision: ModulePrecision, weights: Iterable[Tensor], device: str = "cpu"
 ) -> tuple[Loss, Precision]:
     """The loss to train with, and the precision that `Update` runs it in.
+
+    Args:
+        weights: of the module: fp8 is bf16, with one line, where no layer is large enough to gain.
 
     Raises:
         HamletError: the GPU multiplies float8 and torchao is not installed.
@@ -41,6 +46,9 @@ def in_precision(
         instead = best_precision(device)
         warnings.warn(f"nothing here multiplies float8: {instead} from now on", stacklevel=2)
         return loss, instead
+    if precision == "fp8" and (reason := too_small(weights)):
+        warnings.warn(f"{reason}: bf16 from now on", stacklevel=2)
+        return loss, "bf16"
     product = emulated if precision == "fp8-emulated" else by_torchao(emulate=False)
 
     def float8_loss(*batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -48,6 +56,18 @@ def in_precision(
             return loss(*batch)
 
     return float8_loss, "bf16"
+
+
+def too_small(weights: Iterable[Tensor]) -> str:
+    """Why float8 gains nothing in layers of these weights [outputs, inputs]; empty if it does."""
+    layers = [x.shape[-2:] for x in weights if x.dim() >= 2]
+    if any(k > SMALL_INPUTS or n > SMALL_OUTPUTS for n, k in layers):
+        return ""
+    n, k = max(layers, key=lambda size: size[0] * size[1], default=(0, 0))
+    return (
+        f"float8 gains nothing in layers of at most {k} inputs and {n} outputs "
+        f"(it does above {SMALL_INPUTS} or {SMALL_OUTPUTS})"
+    )
 
 
 def multiplies_float8(device: str) -> bool:

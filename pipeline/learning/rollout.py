@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from hamlet import profiling
 from hamlet.learning.buffer import RolloutBuffer
+from hamlet.learning.captured import Captured
 from hamlet.learning.compiling import compiled_or_plain
 from hamlet.learning.precision import Precision, autocast
 from hamlet.profiling import region
@@ -147,20 +148,29 @@ def evaluate(
         float64 [cases, ...] sums of every entry of the record.
     """
     state = world.reset(seed, slots)
-    totals: dict[str, Tensor] = {}
     # To ask whether all is over makes a GPU wait; a tick too many adds nothing.
     every = 1 if world.device.type == "cpu" else GPU_TICKS
-    for tick in count():
-        case, playing = world.playing(state)
-        if tick % every == 0 and not bool(playing.any()):
-            break
-        if watch:
-            watch(state)
-        state, memory, record = step(state, memory)
-        row = torch.where(playing, case, cases)  # slots without a case add to a row of their own
-        for name, value in record.items():
-            if name not in totals:
-                shape = (cases + 1, *value.shape[1:])
-                totals[name] = torch.zeros(shape, dtype=torch.float64, device=value.device)
-            totals[name].index_add_(0, row, value.double())
+    graphs = world.device.type == "cuda" and watch is None and profiling.current_watch is None
+
+    def played(state: TensorDict, memory: Any, totals: Record) -> tuple[TensorDict, Any, Record]:
+        for _ in range(every):
+            case, playing = world.playing(state)
+            row = torch.where(playing, case, cases)  # slots without a case add to one of their own
+            if watch:
+                watch(state)
+            state, memory, record = step(state, memory)
+            for name, value in record.items():
+                if name not in totals:
+                    shape = (cases + 1, *value.shape[1:])
+                    nothing = torch.zeros(shape, dtype=torch.float64, device=value.device)
+                    totals = {**totals, name: nothing}
+                totals = {**totals, name: totals[name].index_add(0, row, value.double())}
+        return state, memory, totals
+
+    totals: Record = {}
+    work: Callable[..., tuple[TensorDict, Any, Record]] = played
+    while bool(world.playing(state)[1].any()):
+        state, memory, totals = work(state, memory, totals)
+        if work is played and graphs:
+            work = Captured(played)
     return {name: total[:cases] for name, total in totals.items()}

@@ -98,7 +98,7 @@ def train_perception(
         carried[:] = [after.detach()]
         return total, parts
 
-    loss_to_take, precision = in_precision(loss, params.precision, str(device))
+    loss_to_take, precision = in_precision(loss, params.precision, module.parameters(), str(device))
     update = Update(
         loss_to_take,
         [*module.parameters(), *heads.parameters()],

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,10 +32,12 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from hamlet import profiling
 from hamlet.artifacts import HamletError
 from hamlet.device import moved, upload, uploaded
 from hamlet.learning import distributed
 from hamlet.learning.buffer import RolloutBuffer
+from hamlet.learning.captured import Captured
 from hamlet.learning.checkpoint import Checkpoint
 from hamlet.learning.impala import Behind, Cast
 from hamlet.learning.learner import (
@@ -53,7 +56,7 @@ from hamlet.learning.log import Log
 from hamlet.learning.policy_losses import IMITATING, THINKING, VALUING, PolicyLosses
 from hamlet.learning.precision import Precision, best_precision
 from hamlet.learning.returns import gae
-from hamlet.learning.rollout import Record, collect, fused_step, learn
+from hamlet.learning.rollout import Record, Step, collect, fused_step, learn
 from hamlet.learning.update import Update
 from hamlet.modules.agent import AgentState, Mind
 from hamlet.modules.contracts import METERS, TownShape
@@ -86,7 +89,7 @@ def goal_targets(town: Town) -> Tensor:
 
 @torch.no_grad()
 def add_advantages(
-    buffer: RolloutBuffer, learner: Learner, world: TensorDict, params: PolicyParams
+    buffer: RolloutBuffer, world: TensorDict, learner: Learner, params: PolicyParams
 ) -> None:
     """Add `advantages` and `returns` to the experience; `world` follows its last row.
 
@@ -231,6 +234,7 @@ class Rollouts:
         blank = distributed.local_shard(tuple(first(params.worlds, learner.agents)))
         met = learner.co_players.start(self.worlds) if learner.co_players else ()
         self.carry = RolloutCarry(AgentState(*blank), expert.reset(self.world), met)
+        self.captured: Captured | None = None
         self.score = torch.zeros(self.worlds, learner.agents, device=town.device)
         self.scores = torch.zeros(2, device=town.device)
 
@@ -252,9 +256,20 @@ class Rollouts:
         return thinking_in(iteration, self.worlds, self.params)
 
     def play(
-        self, step: Any, buffer: RolloutBuffer, thinking: list[Tensor], share: float | None
+        self,
+        step: Step,
+        buffer: RolloutBuffer,
+        thinking: list[Tensor],
+        share: float | None,
+        finish: Callable[[RolloutBuffer, TensorDict], None] | None = None,
     ) -> None:
-        """Fill the buffer; the expert acts in `share` of the worlds, or nowhere (None)."""
+        """Fill the buffer; the expert acts in `share` of the worlds, or nowhere (None).
+
+        On a GPU all ticks in which it acts nowhere, and `finish`, are one CUDA graph.
+
+        Args:
+            finish: told the buffer and the worlds when it is full.
+        """
         device = self.learner.town.device
         contexts: list[tuple[Tensor | None, Led | None]]
         if share is None:
@@ -263,7 +278,18 @@ class Rollouts:
             driven = distributed.local_shard(driven_worlds(self.params.worlds, share))
             rows = uploaded([part for now in thinking for part in led(now, driven)], device)
             contexts = [(None, Led(*pair)) for pair in zip(rows[::2], rows[1::2], strict=True)]
-        self.world, self.carry = collect(step, self.world, self.carry, buffer, contexts)
+
+        def played(world: TensorDict, carry: RolloutCarry, contexts: Any) -> Any:
+            world, carry = collect(step, world, carry, buffer, contexts)
+            if finish:
+                with region("loss"):
+                    finish(buffer, world)
+            return world, carry
+
+        work: Callable[..., Any] = played
+        if device.type == "cuda" and share is None and profiling.current_watch is None:
+            self.captured = work = self.captured or Captured(played)
+        self.world, self.carry = work(self.world, self.carry, contexts)
 
     def count(self, buffer: RolloutBuffer) -> Tensor:
         """float32 []: the mean return of the lives that ended of late."""
@@ -335,6 +361,7 @@ def train_policy(
         if older:
             older.load(extra)
 
+    advantages = partial(add_advantages, learner=learner, params=params)
     buffers = {True: RolloutBuffer(params.rollout), False: RolloutBuffer(params.rollout)}
     with closing(older) if older else nullcontext():
         for iteration in log.steps(schedule.iterations, start):
@@ -347,9 +374,7 @@ def train_policy(
                 told = older.play(iteration, rollouts, steps[False], buffer, thinking)
             else:
                 share = schedule.driven_share(iteration) if imitating else None
-                rollouts.play(steps[imitating], buffer, thinking, share)
-                with region("loss"):
-                    add_advantages(buffer, learner, rollouts.world, params)
+                rollouts.play(steps[imitating], buffer, thinking, share, advantages)
             metrics = schedule.learn(iteration, buffer, thinking, learner.agents, rng)
             if older and not imitating:
                 older.learned()

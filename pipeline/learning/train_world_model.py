@@ -195,7 +195,7 @@ def train_world_model(
     def loss(window: TensorDict) -> tuple[Tensor, dict[str, Tensor]]:
         return world_model_loss(model, window)
 
-    loss_to_take, precision = in_precision(loss, params.precision, str(device))
+    loss_to_take, precision = in_precision(loss, params.precision, model.parameters(), str(device))
     update = Update(
         loss_to_take,
         model.parameters(),

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from hamlet.learning.float8 import Float8, by_torchao, emulated, in_precision, rounded
+from hamlet.learning.float8 import (
+    Float8,
+    by_torchao,
+    emulated,
+    in_precision,
+    rounded,
+    too_small,
+)
 from hamlet.learning.precision import best_precision
 from hamlet.learning.update import Update
 from hamlet.modules.world_model import EnsembleLinear
@@ -106,7 +113,7 @@ def test_a_recurrent_training_in_float8_follows_bf16():
                 state = gru(x[t], state).float()
             return (head(state).float() - x[8]).square().mean(), {}
 
-        taken, autocast = in_precision(loss, precision)
+        taken, autocast = in_precision(loss, precision, ())
         update = Update(
             taken, [*gru.parameters(), *head.parameters()], learning_rate=1e-2, precision=autocast
         )
@@ -123,8 +130,8 @@ def test_without_the_hardware_it_is_bf16_and_says_so():
         return x.sum(), {}
 
     with pytest.warns(UserWarning, match="nothing here multiplies float8"):
-        assert in_precision(loss, "fp8") == (loss, best_precision("cpu"))
-    assert in_precision(loss, "fp32") == (loss, "fp32")
+        assert in_precision(loss, "fp8", ()) == (loss, best_precision("cpu"))
+    assert in_precision(loss, "fp32", ()) == (loss, "fp32")
 
 
 @pytest.mark.skipif(
@@ -137,3 +144,12 @@ def test_the_hardware_multiplies_what_is_emulated():
     weight = torch.randn(48, 40, device="cuda")
     ours, theirs = emulated(x, weight), by_torchao(emulate=False)(x, weight).float()
     torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+
+
+def test_layers_that_gain_nothing_are_told_with_their_size():
+    small = [torch.zeros(64, 128), torch.zeros(7), torch.zeros(2, 96, 48)]
+    assert too_small(small).startswith(
+        "float8 gains nothing in layers of at most 128 inputs and 64"
+    )
+    assert not too_small([*small, torch.zeros(2048, 64)])
+    assert not too_small([torch.zeros(8, 8192)])

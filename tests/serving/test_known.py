@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -274,8 +275,10 @@ def test_a_short_batch_needs_no_thread_and_a_long_one_has_it(policy, played, mon
     engine = engines.Engine(Metrics(), 100, 60.0)
     engine.install(engine.prepare(OnnxAgent(policy), "1"))
     handed: list[Any] = []
-    submit = engine._thread.submit
-    monkeypatch.setattr(engine._thread, "submit", lambda run: handed.append(run) or submit(run))
+    submit = ThreadPoolExecutor.submit
+    monkeypatch.setattr(
+        ThreadPoolExecutor, "submit", lambda pool, run: handed.append(run) or submit(pool, run)
+    )
     seen, expected = played
 
     async def live() -> np.ndarray:

@@ -1,20 +1,15 @@
 """Every trainer for two updates, a match and the ranking of proofs, on any device.
 
-    python -m tests.device_work FILE
-
-does all of it on the CPU and on the GPU of `fake_gpu`, and writes down what both measured, and what
-the GPU was waited for. A process of its own: `fake_gpu` changes PyTorch.
+What each measures is the same on every device but for rounding. `tests/emulated.py` does it on the
+CPU and on a GPU that is emulated, `benchmarks/gpu.py` on a real one.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -43,14 +38,13 @@ from hamlet.proofs.ranking import pose, sampled_negatives
 from hamlet.town import Scripted, Town, load_pack
 from hamlet.town.tables import timetable
 from stages.collect import PLAYERS, make_town, record
-from stages.common import prepare_torch
 from stages.freeze_perception import example_inputs
 from stages.world_model import OUTPUTS
-from tests import fake_gpu
 
 ROOT = Path(__file__).parents[1]
 PARAMS = load_params(ROOT / "params.yaml", "tiny")
 WORLDS, TICKS, LIFE, SEED = 4, 32, 12, 7
+UPDATES = 2
 PERCEPTION, WORLD_MODEL, SOCIAL = Path("a.pt2"), Path("b.pt2"), Path("c.pt2")
 
 
@@ -92,7 +86,7 @@ Told = dict[str, Any]
 def perception(device: torch.device, given: Recorded) -> Told:
     log, data, shape = Kept(), moved(given.data, device), TownShape.of(make_town(PARAMS))
     told: Told
-    params = PARAMS.perception.model_copy(update={"steps": 2})
+    params = PARAMS.perception.model_copy(update={"steps": UPDATES})
     module, heads = train_perception(data, given.training, shape, params, SEED, Path("a.pt"), log)
     note()
     told = {"rows": log.rows}
@@ -109,7 +103,7 @@ def world_model(device: torch.device, given: Recorded) -> Told:
     shape, data = TownShape.of(make_town(PARAMS)), moved(given.data, device)
     perceive, card = load_frozen(PERCEPTION, device=device)
     lived = experience(data, believe(perceive, card["recurrent_dim"], data), 0.97)
-    log, params = Kept(), PARAMS.world_model.model_copy(update={"steps": 2})
+    log, params = Kept(), PARAMS.world_model.model_copy(update={"steps": UPDATES})
     begin()
     model = train_world_model.train_world_model(
         lived, given.training, shape, PARAMS.perception.latent, params, SEED, Path("b.pt"), log
@@ -133,7 +127,7 @@ def social(device: torch.device, given: Recorded) -> Told:
     shape, data = TownShape.of(make_town(PARAMS)), moved(given.data, device)
     perceive, card = load_frozen(PERCEPTION, device=device)
     labelled = with_labels(data, believe(perceive, card["recurrent_dim"], data))
-    log, params = Kept(), PARAMS.social.model_copy(update={"steps": 2})
+    log, params = Kept(), PARAMS.social.model_copy(update={"steps": UPDATES})
     begin()
     model = train_social(labelled, given.training, shape, params, SEED, Path("c.pt"), log)
     note()
@@ -187,7 +181,7 @@ def policy(device: torch.device, given: Recorded) -> Told:
     pack = load_pack(PARAMS.town.pack).model_copy(update={"lifespan": LIFE})
     town, told = Town(pack, num_layouts=8, device=device), {}
     sizes: dict[str, Any] = {"worlds": 8, "rollout": 2, "hidden": 16, "minibatches": 2}
-    sizes |= {"imitation_iterations": 2, "critic_iterations": 1, "imitation_minibatches": 1}
+    sizes |= {"imitation_iterations": UPDATES, "critic_iterations": 1, "imitation_minibatches": 1}
     sizes |= {"imitation_epochs": 1, "ppo_iterations": 1}
     new, blank = mind_of(town)
     for algorithm in ("ppo", "impala"):
@@ -213,7 +207,9 @@ def policy(device: torch.device, given: Recorded) -> Told:
 def prover(device: torch.device, given: Recorded) -> Told:
     world = build_world(kinship_graph(2, 3), 3, device=device)
     asked, rows = build_prover(world, hidden=16), []
-    config = TrainConfig(slots=8, ticks=4, imitation_steps=2, ppo_steps=2, minibatches=1)
+    config = TrainConfig(
+        slots=8, ticks=4, imitation_steps=UPDATES, ppo_steps=UPDATES, minibatches=1
+    )
 
     def keep(phase: str, step: int, total: int, numbers: dict[str, Tensor]) -> None:
         rows.append(dict(numbers))
@@ -254,21 +250,18 @@ def frozen(module: Any, inputs: dict[str, Tensor], path: Path, extra: dict[str, 
     freeze(module, inputs, outputs, path, kind="k", pack="p", upstream={}, extra=extra)
 
 
-seen: dict[str, dict[str, int]] = {}
+watchers: list[Callable[[bool], None]] = []
+"""Told False where a trainer begins, and True where it ends."""
 
 
 def begin() -> None:
-    """From here on it counts what is waited for and sent."""
-    fake_gpu.waits.clear()
-    fake_gpu.uploads.clear()
+    for tell in watchers:
+        tell(False)
 
 
 def note() -> None:
-    """What was counted since `begin`."""
-    for kind, counted in (("waits", fake_gpu.waits), ("uploads", fake_gpu.uploads)):
-        for place, count in counted.items():
-            seen.setdefault(kind, {})[place] = seen.get(kind, {}).get(place, 0) + count
-    begin()
+    for tell in watchers:
+        tell(True)
 
 
 def plain(value: Any) -> Any:
@@ -278,6 +271,15 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: plain(each) for name, each in value.items()}
     return [plain(each) for each in value] if isinstance(value, list) else value
+
+
+def numbers(told: Any, where: str = "") -> Iterator[tuple[str, float]]:
+    """Every number in what was told, by the way to it."""
+    if isinstance(told, dict | list):
+        for key, value in told.items() if isinstance(told, dict) else enumerate(told):
+            yield from numbers(value, f"{where}/{key}")
+    else:
+        yield where, told
 
 
 def done_on(device: torch.device, given: Recorded) -> dict[str, Any]:
@@ -292,23 +294,3 @@ def done_on(device: torch.device, given: Recorded) -> dict[str, Any]:
             device.type, name, f"{time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True
         )
     return told
-
-
-def main(path: str) -> None:
-    fake_gpu.install()  # before autograd counts the devices
-    prepare_torch(SEED)
-    train_world_model.REPORT_TICKS = (1, 5)
-    with TemporaryDirectory() as folder:
-        os.chdir(folder)
-        given = recorded()
-        cpu = done_on(torch.device("cpu"), given)
-        with fake_gpu.Gpu():
-            seen.clear()
-            one, other = torch.device("cpu"), torch.device("gpu:0")
-            gpu = done_on(other, given)
-            told = {"crossed": [crossed(one, other, given), crossed(other, one, given)]}
-    Path(path).write_text(json.dumps({"cpu": cpu, "gpu": gpu, "seen": seen} | told))
-
-
-if __name__ == "__main__":
-    main(str(Path(sys.argv[1]).absolute()))

@@ -1,0 +1,328 @@
+"""What a GPU makes of all this, in one run and one JSON.
+
+    python -m benchmarks.gpu [--seconds 2] [--repro]
+
+Without a usable GPU it says so and exits with 2. Everything has the sizes of params.yaml but for
+the number of worlds; minds are new, so nothing else must have run. `--repro` also runs every stage
+with the preset gpu, in a copy of this repository, and tells its seconds.
+
+- `parity`: the largest difference between three updates of every trainer here and on the CPU.
+- `town`, `rollout`: agent-steps per second, eager, compiled and as one CUDA graph of 16 ticks. A
+  graph that was not captured is an error, not a slower number.
+- `learning`: agent-steps per second of PPO, updates included.
+- `update`: milliseconds of an update of module D in fp32, TF32 and bf16.
+- `launches`: what the host starts for one tick: kernels, or graphs.
+
+The last line is JSON and is also written to benchmarks/results/gpu.json. What does not fit into the
+GPU's memory is null.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks import device_work
+from benchmarks.counts import default_params, new_mind
+from benchmarks.town import make_step, rate
+from hamlet.artifacts import HamletError, write_json
+from hamlet.device import chosen, moved, take
+from hamlet.learning import train_world_model
+from hamlet.learning.buffer import RolloutBuffer
+from hamlet.learning.captured import Captured
+from hamlet.learning.compiling import compiled
+from hamlet.learning.learner import Learner, RolloutCarry, first_state, thinking_in
+from hamlet.learning.policy_losses import PolicyLosses
+from hamlet.learning.rollout import collect, fused_step
+from hamlet.learning.train_policy import add_advantages, train_policy
+from hamlet.learning.update import Update
+from hamlet.modules.contracts import TownShape
+from hamlet.modules.critic import Critic, privileged_dim
+from hamlet.params import Params
+from hamlet.town import Scripted, Town, load_pack
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results" / "gpu.json"
+TOWNS = (1024, 4096, 16384, 65536)
+MINDS = (256, 1024, 4096)
+ROWS = (8192, 65536)
+TICKS = 16
+WAYS = ("eager", "compiled", "graph")
+
+
+class Setting:
+    """The town of `params` and a new mind with an expert beside it, on a device."""
+
+    def __init__(self, params: Params, device: torch.device) -> None:
+        self.params, self.device = params, device
+        torch.manual_seed(params.seed)
+        self.town = Town(load_pack(params.town.pack), num_layouts=64, device=device)
+        self.shape = TownShape.of(self.town)
+        self.mind = new_mind(params, self.town)
+        perception: Any = self.mind.perceive
+        social: Any = self.mind.read_others
+        self.dims = perception.recurrent_dim, self.shape.num_others, social.recurrent_dim
+        for module in (perception, self.mind.imagine_tick, social, self.mind.policy):
+            module.to(device)  # type: ignore[union-attr]
+        self.critic = Critic(self.shape, params.policy.hidden).to(device)
+        self.expert = Scripted(self.town, [params.policy.teacher], params.seed)
+        self.learner = Learner(self.town, self.shape, self.mind, self.critic, self.expert)
+
+    def blank(self, worlds: int, agents: int | None = None) -> Any:
+        return first_state(worlds, agents or self.shape.num_agents, *self.dims, self.device)
+
+    def start(self, worlds: int) -> tuple[TensorDict, RolloutCarry]:
+        world = self.town.reset(0, worlds)
+        return world, RolloutCarry(self.blank(worlds), self.expert.reset(world))
+
+    def rollout(self, way: str, worlds: int, ticks: int = TICKS) -> tuple[Callable[[], Any], Any]:
+        """What plays so many ticks and works out the advantages; and its graph, if it is one."""
+        step = fused_step(self.town, self.learner, way != "eager")
+        sizes = self.params.policy.model_copy(update={"rollout": ticks})
+        thinking = [moved(now, self.device) for now in thinking_in(0, worlds, sizes)]
+        contexts, buffer = [(now, None) for now in thinking], RolloutBuffer(ticks)
+
+        def played(world: TensorDict, carry: RolloutCarry) -> tuple[TensorDict, RolloutCarry]:
+            world, carry = collect(step, world, carry, buffer, contexts)
+            add_advantages(buffer, world, self.learner, sizes)
+            return world, carry
+
+        work: Any = Captured(played) if way == "graph" else played
+        holder = [self.start(worlds)]
+
+        def advance() -> None:
+            holder[0] = work(*holder[0])
+
+        return advance, work if way == "graph" else None
+
+
+def replayed(graph: Captured | None) -> None:
+    """Raises where a graph was asked for and something ran outside of it."""
+    if graph is not None and (graph.outside or not graph.replays):
+        raise SystemExit(f"not captured: {graph.replays} replays, {graph.outside} calls outside")
+
+
+def or_null(measure: Callable[[], Any]) -> Any:
+    """The measure, or None where the GPU's memory is too small for it."""
+    try:
+        return measure()
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return None
+
+
+@torch.no_grad()
+def town_speed(setting: Setting, way: str, worlds: int, seconds: float) -> float:
+    """Agent-steps per second of the town with random actions."""
+    step = make_step(setting.town)
+    if way != "eager":
+        step = compiled(step, fixed=True)
+
+    def played(state: TensorDict) -> TensorDict:
+        for _ in range(TICKS):
+            state, _ = step(state)
+        return state
+
+    work: Any = Captured(played) if way == "graph" else played
+    holder = [setting.town.reset(0, worlds)]
+
+    def advance() -> None:
+        holder[0] = work(holder[0])
+
+    steps = worlds * setting.shape.num_agents * TICKS
+    found = rate(advance, steps, seconds, setting.device.type)
+    replayed(work if way == "graph" else None)
+    return round(found)
+
+
+@torch.no_grad()
+def mind_speed(setting: Setting, way: str, worlds: int, seconds: float) -> float:
+    """Agent-steps per second of a rollout with the whole mind, the expert asked beside it."""
+    advance, graph = setting.rollout(way, worlds)
+    steps = worlds * setting.shape.num_agents * TICKS
+    found = rate(advance, steps, seconds, setting.device.type)
+    replayed(graph)
+    return round(found)
+
+
+class Clock:
+    """A trainer's log that keeps when every iteration ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def steps(self, total: int, start: int) -> Iterator[int]:
+        for step in range(start, total):
+            yield step
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.ends.append(time.perf_counter())
+
+    def record(self, step: int, metrics: Any) -> None:
+        pass
+
+
+def learning_speed(setting: Setting, worlds: int, iterations: int = 20) -> float:
+    """Agent-steps per second of PPO, without its first two iterations."""
+    params, clock = setting.params, Clock()
+    sizes = params.policy.model_copy(update={
+        "worlds": worlds, "rollout": TICKS, "imitation_iterations": 0, "critic_iterations": 0,
+        "ppo_iterations": iterations, "algorithm": "ppo",
+    })  # fmt: skip
+    with TemporaryDirectory() as folder:
+        train_policy(
+            setting.town, setting.shape, setting.mind, setting.blank, sizes, params.compile,
+            params.seed, Path(folder) / "checkpoint.pt", clock,
+        )  # fmt: skip
+    steps = (iterations - 2) * worlds * setting.shape.num_agents * TICKS
+    return round(steps / (clock.ends[-1] - clock.ends[1]))
+
+
+def update_ms(setting: Setting, precision: str, rows: int, seconds: float) -> float:
+    """Milliseconds of an update of imitation, compiled."""
+    device, shape = setting.device, setting.shape
+    world, carry = setting.start(rows // shape.num_agents)
+    with torch.no_grad():
+        step = fused_step(setting.town, setting.learner)
+        every = torch.arange(len(world), device=device)
+        record = step(world, carry, every, None)[2]
+    batch = TensorDict(record, batch_size=len(record["active"]))
+    batch["returns"] = torch.zeros(len(batch), device=device)
+    batch["privileged"] = torch.zeros(len(batch), privileged_dim(shape), device=device)
+    losses = PolicyLosses(setting.mind.policy, setting.critic, setting.params.policy)
+    trained = [*setting.mind.policy.parameters(), *setting.critic.parameters()]
+    update = Update(
+        losses.imitate, trained, learning_rate=1e-4, compile=device.type == "cuda",
+        precision="bf16" if precision == "bf16" else "fp32",
+    )  # fmt: skip
+    with tensor_float(precision == "tf32"):
+        return round(1e3 / rate(partial(update, batch), 1, seconds, device.type), 3)
+
+
+@contextmanager
+def tensor_float(on: bool) -> Iterator[None]:
+    """Whether float32 products may be TF32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = on
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@torch.no_grad()
+def launches(setting: Setting, way: str) -> dict[str, float]:
+    """Calls of the driver that start something, for each tick of a rollout with the mind."""
+    advance, graph = setting.rollout(way, MINDS[0])
+    advance(), advance()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as watched:
+        advance()
+        torch.cuda.synchronize()
+    replayed(graph)
+    started = {e.key: e.count for e in watched.key_averages() if "Launch" in e.key}
+    return {name: count / TICKS for name, count in sorted(started.items())}
+
+
+def parity(device: torch.device) -> dict[str, float]:
+    """Of every trainer, the largest difference to the CPU in what three updates and its report
+    tell, relative where a number is above 1."""
+    device_work.UPDATES = 3
+    train_world_model.REPORT_TICKS = (1, 5)
+    found = {}
+    home = Path.cwd()
+    with TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            given = device_work.recorded()
+            told = [device_work.done_on(place, given) for place in (torch.device("cpu"), device)]
+        finally:
+            os.chdir(home)
+    for name, here in told[0].items():
+        pairs = zip(device_work.numbers(here), device_work.numbers(told[1][name]), strict=True)
+        found[name] = max(abs(a - b) / max(abs(a), 1.0) for (_, a), (_, b) in pairs)
+    return found
+
+
+def repro() -> dict[str, float]:
+    """Seconds of every stage with the preset gpu, in a copy of this repository."""
+    found = {}
+    with TemporaryDirectory() as folder:
+        copy = Path(folder) / "hamlet"
+        subprocess.run(["git", "clone", "-q", str(ROOT), str(copy)], check=True)
+        hamlet = [sys.executable, "-c", "from hamlet.cli import app; app()"]
+        env = {**os.environ, "PYTHONPATH": str(copy)}
+        subprocess.run([*hamlet, "preset", "gpu"], cwd=copy, env=env, check=True)
+        dvc = [sys.executable, "-m", "dvc"]
+        listed = subprocess.run(
+            [*dvc, "stage", "list", "--name-only"],
+            cwd=copy, env=env, check=True, capture_output=True, text=True,
+        )  # fmt: skip
+        for stage in listed.stdout.split():
+            began = time.perf_counter()
+            subprocess.run([*dvc, "repro", stage], cwd=copy, env=env, check=True)
+            found[stage] = round(time.perf_counter() - began, 1)
+        found["score"] = json.loads((copy / "artifacts/metrics/evaluate.json").read_text())
+    return found
+
+
+def measure(device: torch.device, seconds: float) -> dict[str, Any]:
+    """Everything but `repro`."""
+    setting = Setting(default_params(), device)
+    told: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(device),
+        "torch": torch.__version__,
+    }
+    told["parity"] = parity(device)
+    for name, speed, sizes in (("town", town_speed, TOWNS), ("rollout", mind_speed, MINDS)):
+        told[name] = {
+            way: {n: or_null(partial(speed, setting, way, n, seconds)) for n in sizes}
+            for way in WAYS
+        }
+        print(name, told[name], flush=True)
+    told["launches"] = {way: launches(setting, way) for way in WAYS}
+    told["update"] = {
+        precision: {n: or_null(partial(update_ms, setting, precision, n, seconds)) for n in ROWS}
+        for precision in ("fp32", "tf32", "bf16")
+    }
+    told["learning"] = {n: or_null(partial(learning_speed, setting, n)) for n in MINDS}
+    return told
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=2.0, help="per measurement")
+    parser.add_argument("--repro", action="store_true", help="also run every stage, preset gpu")
+    given = parser.parse_args(arguments)
+    try:
+        found = chosen()
+        if found.device.type == "cpu":
+            print(f"benchmarks.gpu: {found.why}: nothing is measured", file=sys.stderr)
+            return 2
+        take(found.device)
+    except HamletError as error:
+        print(f"benchmarks.gpu: {error}", file=sys.stderr)
+        return 2
+    told = measure(found.device, given.seconds)
+    if given.repro:
+        told["repro_seconds"] = repro()
+    write_json(RESULTS, told)
+    print(json.dumps(told))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -51,7 +51,7 @@ from hamlet.learning.rollout import collect, fused_step
 from hamlet.learning.train_policy import add_advantages, train_policy
 from hamlet.learning.update import Update
 from hamlet.modules.contracts import TownShape
-from hamlet.modules.critic import Critic, privileged_dim
+from hamlet.modules.critic import Critic
 from hamlet.params import Params
 from hamlet.town import Scripted, Town, load_pack
 
@@ -202,7 +202,7 @@ def update_ms(setting: Setting, precision: str, rows: int, seconds: float) -> fl
         record = step(world, carry, every, None)[2]
     batch = TensorDict(record, batch_size=len(record["active"]))
     batch["returns"] = torch.zeros(len(batch), device=device)
-    batch["privileged"] = torch.zeros(len(batch), privileged_dim(shape), device=device)
+    batch["expert_action"] = batch["action"]
     losses = PolicyLosses(setting.mind.policy, setting.critic, setting.params.policy)
     trained = [*setting.mind.policy.parameters(), *setting.critic.parameters()]
     update = Update(

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import gpu
+from benchmarks.counts import default_params
 from benchmarks.device_work import numbers
 from hamlet.artifacts import HamletError
 from hamlet.device import Found, check_ranks, constant, memory_errors, moved, resolve, uploaded
+from hamlet.learning.captured import Captured
 from stages.common import one_line_errors
 
 ROOT = Path(__file__).parents[1]
@@ -220,3 +223,28 @@ def test_a_constant_is_made_once_but_on_the_cpu():
     here = [constant([[1], [2]], torch.float32, torch.device("cpu")) for _ in range(2)]
     assert here[0] is not here[1]
     assert torch.equal(here[0], torch.tensor([[1.0], [2.0]]))
+
+
+# ------------------------------------------------------------------------------------------------
+# The benchmark
+
+
+def test_without_a_gpu_the_benchmark_says_so_and_measures_nothing(monkeypatch, capsys):
+    monkeypatch.setenv("HAMLET_DEVICE", "auto")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert gpu.main([]) == 2
+    assert "nothing is measured" in capsys.readouterr().err
+
+
+def test_its_measures_are_numbers_where_they_can_run():
+    """Eager, on the CPU, at a size that says nothing of speed."""
+    setting = gpu.Setting(default_params(), torch.device("cpu"))
+    assert gpu.town_speed(setting, "eager", 2, 0.01) > 0
+    assert gpu.mind_speed(setting, "eager", 4, 0.01) > 0
+    assert gpu.update_ms(setting, "tf32", 4 * setting.shape.num_agents, 0.01) > 0
+
+
+def test_a_graph_that_was_not_captured_is_an_error():
+    with pytest.raises(SystemExit, match="not captured: 0 replays"):
+        gpu.replayed(Captured(lambda x: x))

@@ -52,16 +52,19 @@ def test_without_a_lag_the_targets_are_those_of_the_policy_that_acted():
     learner, buffer, world = rollout()
     told = add_traces(buffer, learner, world, PARAMS, "fp32")
     assert told["importance"].item() == pytest.approx(1, abs=1e-5)
-    data, scale = buffer.data, 3 * (1 - PARAMS.gamma)
+    data, reward = buffer.data, buffer.data["reward"] * 3 * (1 - PARAMS.gamma)
     values = learner.critic(data["privileged"])
     last = learner.critic(learner.privileged(world)).unsqueeze(0)
     expected = gae(
-        data["reward"] * scale, values, torch.cat([values[1:], last]), data["done"], data["done"],
-        PARAMS.gamma, 1.0,
-    )  # fmt: skip
-    assert expected.advantages.abs().max() > 0.01
-    torch.testing.assert_close(data["returns"], expected.returns, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(data["advantages"], expected.advantages, rtol=1e-4, atol=1e-5)
+        reward, values, torch.cat([values[1:], last]), data["done"], data["done"],
+        PARAMS.gamma, PARAMS.lam,
+    ).returns  # fmt: skip
+    following = torch.cat([expected[1:], last]) * ~data["done"]
+    advantages = reward + PARAMS.gamma * following - values
+    assert PARAMS.lam < 1
+    assert advantages.abs().max() > 0.01
+    torch.testing.assert_close(data["returns"], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(data["advantages"], advantages, rtol=1e-4, atol=1e-5)
 
 
 def test_the_odds_of_older_goals_are_asked_of_the_policy_as_it_is_now():

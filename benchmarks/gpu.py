@@ -203,8 +203,9 @@ def update_ms(setting: Setting, precision: str, rows: int, seconds: float) -> fl
     batch = TensorDict(record, batch_size=len(record["active"]))
     batch["returns"] = torch.zeros(len(batch), device=device)
     batch["expert_action"] = batch["action"]
-    losses = PolicyLosses(setting.mind.policy, setting.critic, setting.params.policy)
-    trained = [*setting.mind.policy.parameters(), *setting.critic.parameters()]
+    policy: Any = setting.mind.policy
+    losses = PolicyLosses(policy, setting.critic, setting.params.policy)
+    trained = [*policy.parameters(), *setting.critic.parameters()]
     update = Update(
         losses.imitate, trained, learning_rate=1e-4, compile=device.type == "cuda",
         precision="bf16" if precision == "bf16" else "fp32",
@@ -287,7 +288,11 @@ def measure(device: torch.device, seconds: float) -> dict[str, Any]:
         "torch": torch.__version__,
     }
     told["parity"] = parity(device)
-    for name, speed, sizes in (("town", town_speed, TOWNS), ("rollout", mind_speed, MINDS)):
+    plan: list[tuple[str, Callable[..., float], tuple[int, ...]]] = [
+        ("town", town_speed, TOWNS),
+        ("rollout", mind_speed, MINDS),
+    ]
+    for name, speed, sizes in plan:
         told[name] = {
             way: {n: or_null(partial(speed, setting, way, n, seconds)) for n in sizes}
             for way in WAYS

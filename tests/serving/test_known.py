@@ -29,6 +29,7 @@ from hamlet.serving.metrics import Metrics
 from hamlet.serving.protocol import Parser
 
 TICKS = 12
+UNDERSTOOD = ("nested", "spaces", "backwards", "too large")  # that it is too large is seen later
 OUTPUTS = [{"name": "action"}, {"name": "h_out"}]
 
 
@@ -98,6 +99,7 @@ def test_known_and_new_requests_are_understood_alike(engine, seen):
         cold = told(Parser(), text, model)
         for _ in range(2):  # also when this was seen before
             assert told(warm, text, model) == cold, what
+        assert bool(cold.error) != (what in UNDERSTOOD), what
     assert len(warm.known) == 3, "other spaces and another order are frames of their own"
 
 

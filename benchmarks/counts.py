@@ -23,10 +23,10 @@ from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from hamlet.learning.learner import first_state
+from hamlet.learning.learner import Learner, RolloutCarry, first_state
 from hamlet.learning.policy_losses import PolicyLosses
 from hamlet.learning.train_policy import goal_targets
-from hamlet.modules.agent import Mind
+from hamlet.modules.agent import AgentState, Mind
 from hamlet.modules.contracts import Features, TownShape, observation_from
 from hamlet.modules.critic import Critic, privileged_dim
 from hamlet.modules.perception import Perception
@@ -83,22 +83,44 @@ def new_mind(params: Params, town: Town) -> Mind:
     return Mind(perception, world_model, social, policy, sizes.candidates, sizes.horizon)
 
 
+class Untrained:
+    """The town of `params` and in it a new mind, with an expert beside it, on a device."""
+
+    def __init__(self, params: Params, device: str | torch.device = "cpu") -> None:
+        self.params, self.device = params, torch.device(device)
+        torch.manual_seed(0)
+        self.town = Town(load_pack(params.town.pack), num_layouts=8, device=device)
+        self.shape = TownShape.of(self.town)
+        self.mind = new_mind(params, self.town)
+        perception: Any = self.mind.perceive
+        social: Any = self.mind.read_others
+        self.dims = perception.recurrent_dim, self.shape.num_others, social.recurrent_dim
+        module: Any
+        for module in (perception, self.mind.imagine_tick, social, self.mind.policy):
+            module.to(device)
+        self.critic = Critic(self.shape, params.policy.hidden).to(device)
+        self.expert = Scripted(self.town, [params.policy.teacher], 0)
+        self.learner = Learner(self.town, self.shape, self.mind, self.critic, self.expert)
+
+    def blank(self, worlds: int, agents: int | None = None) -> AgentState:
+        """Blank minds."""
+        return first_state(worlds, agents or self.shape.num_agents, *self.dims, self.device)
+
+    def start(self, worlds: int, seed: int = 0) -> tuple[TensorDict, RolloutCarry]:
+        """Worlds at their first tick, and who plays them."""
+        world = self.town.reset(seed, worlds)
+        return world, RolloutCarry(self.blank(worlds), self.expert.reset(world))
+
+
 def measure(params: Params) -> dict[str, dict[str, int]]:
     """The counts of every part, by its name; a tick of WORLDS worlds."""
-    torch.manual_seed(0)
-    town = Town(load_pack(params.town.pack), num_layouts=8)
-    shape, mind = TownShape.of(town), new_mind(params, town)
-    perception: Any = mind.perceive
-    social: Any = mind.read_others
-    dims = perception.recurrent_dim, shape.num_others, social.recurrent_dim
-    state = first_state(WORLDS, shape.num_agents, *dims)
-    world, expert = town.reset(0, WORLDS), Scripted(town, [params.policy.teacher], 0)
-    memory = expert.reset(world)
+    new = Untrained(params)
+    town, shape, mind, expert = new.town, new.shape, new.mind, new.expert
+    world, (state, memory, _) = new.start(WORLDS)
     obs = observation_from(town.observe(world), 2)
     slots = len(state.goal)
     waiting = torch.zeros(WORLDS, shape.num_agents, dtype=torch.int64)
-    critic = Critic(shape, params.policy.hidden)
-    losses = PolicyLosses(mind.policy, critic, params.policy)
+    losses = PolicyLosses(mind.policy, new.critic, params.policy)
     with torch.no_grad():
         belief, _, _, f = mind.sense(obs, state)
         goal = torch.zeros(slots, dtype=torch.int64)

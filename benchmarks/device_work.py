@@ -16,7 +16,6 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from hamlet.device import moved
 from hamlet.export.frozen import freeze, load_frozen
 from hamlet.learning import train_world_model
 from hamlet.learning.beliefs import believe
@@ -31,6 +30,7 @@ from hamlet.modules.agent import Mind
 from hamlet.modules.contracts import BeliefDistribution, SocialPrediction, TownShape
 from hamlet.modules.menu import imagined_menu
 from hamlet.modules.policy import Policy
+from hamlet.moving import moved
 from hamlet.params import load_params
 from hamlet.proofs import build_world
 from hamlet.proofs.kinship import kinship_graph

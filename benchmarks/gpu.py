@@ -37,23 +37,20 @@ from tensordict import TensorDict
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import device_work
-from benchmarks.counts import default_params, new_mind
+from benchmarks.counts import Untrained, default_params
 from benchmarks.town import make_step, rate
 from hamlet.artifacts import HamletError, write_json
-from hamlet.device import chosen, moved, take
+from hamlet.device import chosen, take
 from hamlet.learning import train_world_model
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.captured import Captured
 from hamlet.learning.compiling import compiled
-from hamlet.learning.learner import Learner, RolloutCarry, first_state, thinking_in
+from hamlet.learning.learner import RolloutCarry, thinking_in
 from hamlet.learning.policy_losses import PolicyLosses
 from hamlet.learning.rollout import collect, fused_step
 from hamlet.learning.train_policy import add_advantages, train_policy
 from hamlet.learning.update import Update
-from hamlet.modules.contracts import TownShape
-from hamlet.modules.critic import Critic
-from hamlet.params import Params
-from hamlet.town import Scripted, Town, load_pack
+from hamlet.moving import moved
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
@@ -64,50 +61,27 @@ TICKS = 16
 WAYS = ("eager", "compiled", "graph")
 
 
-class Setting:
-    """The town of `params` and a new mind with an expert beside it, on a device."""
+def rollout(
+    setting: Untrained, way: str, worlds: int, ticks: int = TICKS
+) -> tuple[Callable[[], Any], Any]:
+    """What plays so many ticks and works out the advantages; and its graph, if it is one."""
+    step = fused_step(setting.town, setting.learner, way != "eager")
+    sizes = setting.params.policy.model_copy(update={"rollout": ticks})
+    thinking = [moved(now, setting.device) for now in thinking_in(0, worlds, sizes)]
+    contexts, buffer = [(now, None) for now in thinking], RolloutBuffer(ticks)
 
-    def __init__(self, params: Params, device: torch.device) -> None:
-        self.params, self.device = params, device
-        torch.manual_seed(params.seed)
-        self.town = Town(load_pack(params.town.pack), num_layouts=64, device=device)
-        self.shape = TownShape.of(self.town)
-        self.mind = new_mind(params, self.town)
-        perception: Any = self.mind.perceive
-        social: Any = self.mind.read_others
-        self.dims = perception.recurrent_dim, self.shape.num_others, social.recurrent_dim
-        for module in (perception, self.mind.imagine_tick, social, self.mind.policy):
-            module.to(device)  # type: ignore[union-attr]
-        self.critic = Critic(self.shape, params.policy.hidden).to(device)
-        self.expert = Scripted(self.town, [params.policy.teacher], params.seed)
-        self.learner = Learner(self.town, self.shape, self.mind, self.critic, self.expert)
+    def played(world: TensorDict, carry: RolloutCarry) -> tuple[TensorDict, RolloutCarry]:
+        world, carry = collect(step, world, carry, buffer, contexts)
+        add_advantages(buffer, world, setting.learner, sizes)
+        return world, carry
 
-    def blank(self, worlds: int, agents: int | None = None) -> Any:
-        return first_state(worlds, agents or self.shape.num_agents, *self.dims, self.device)
+    work: Any = Captured(played) if way == "graph" else played
+    holder = [setting.start(worlds)]
 
-    def start(self, worlds: int) -> tuple[TensorDict, RolloutCarry]:
-        world = self.town.reset(0, worlds)
-        return world, RolloutCarry(self.blank(worlds), self.expert.reset(world))
+    def advance() -> None:
+        holder[0] = work(*holder[0])
 
-    def rollout(self, way: str, worlds: int, ticks: int = TICKS) -> tuple[Callable[[], Any], Any]:
-        """What plays so many ticks and works out the advantages; and its graph, if it is one."""
-        step = fused_step(self.town, self.learner, way != "eager")
-        sizes = self.params.policy.model_copy(update={"rollout": ticks})
-        thinking = [moved(now, self.device) for now in thinking_in(0, worlds, sizes)]
-        contexts, buffer = [(now, None) for now in thinking], RolloutBuffer(ticks)
-
-        def played(world: TensorDict, carry: RolloutCarry) -> tuple[TensorDict, RolloutCarry]:
-            world, carry = collect(step, world, carry, buffer, contexts)
-            add_advantages(buffer, world, self.learner, sizes)
-            return world, carry
-
-        work: Any = Captured(played) if way == "graph" else played
-        holder = [self.start(worlds)]
-
-        def advance() -> None:
-            holder[0] = work(*holder[0])
-
-        return advance, work if way == "graph" else None
+    return advance, work if way == "graph" else None
 
 
 def replayed(graph: Captured | None) -> None:
@@ -126,7 +100,7 @@ def or_null(measure: Callable[[], Any]) -> Any:
 
 
 @torch.no_grad()
-def town_speed(setting: Setting, way: str, worlds: int, seconds: float) -> float:
+def town_speed(setting: Untrained, way: str, worlds: int, seconds: float) -> float:
     """Agent-steps per second of the town with random actions."""
     step = make_step(setting.town)
     if way != "eager":
@@ -150,9 +124,9 @@ def town_speed(setting: Setting, way: str, worlds: int, seconds: float) -> float
 
 
 @torch.no_grad()
-def mind_speed(setting: Setting, way: str, worlds: int, seconds: float) -> float:
+def mind_speed(setting: Untrained, way: str, worlds: int, seconds: float) -> float:
     """Agent-steps per second of a rollout with the whole mind, the expert asked beside it."""
-    advance, graph = setting.rollout(way, worlds)
+    advance, graph = rollout(setting, way, worlds)
     steps = worlds * setting.shape.num_agents * TICKS
     found = rate(advance, steps, seconds, setting.device.type)
     replayed(graph)
@@ -176,7 +150,7 @@ class Clock:
         pass
 
 
-def learning_speed(setting: Setting, worlds: int, iterations: int = 20) -> float:
+def learning_speed(setting: Untrained, worlds: int, iterations: int = 20) -> float:
     """Agent-steps per second of PPO, without its first two iterations."""
     params, clock = setting.params, Clock()
     sizes = params.policy.model_copy(update={
@@ -192,7 +166,7 @@ def learning_speed(setting: Setting, worlds: int, iterations: int = 20) -> float
     return round(steps / (clock.ends[-1] - clock.ends[1]))
 
 
-def update_ms(setting: Setting, precision: str, rows: int, seconds: float) -> float:
+def update_ms(setting: Untrained, precision: str, rows: int, seconds: float) -> float:
     """Milliseconds of an update of imitation, compiled."""
     device, shape = setting.device, setting.shape
     world, carry = setting.start(rows // shape.num_agents)
@@ -226,9 +200,9 @@ def tensor_float(on: bool) -> Iterator[None]:
 
 
 @torch.no_grad()
-def launches(setting: Setting, way: str) -> dict[str, float]:
+def launches(setting: Untrained, way: str) -> dict[str, float]:
     """Calls of the driver that start something, for each tick of a rollout with the mind."""
-    advance, graph = setting.rollout(way, MINDS[0])
+    advance, graph = rollout(setting, way, MINDS[0])
     advance(), advance()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as watched:
         advance()
@@ -283,7 +257,7 @@ def repro() -> dict[str, float]:
 
 def measure(device: torch.device, seconds: float) -> dict[str, Any]:
     """Everything but `repro`."""
-    setting = Setting(default_params(), device)
+    setting = Untrained(default_params(), device)
     told: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device),
         "torch": torch.__version__,

@@ -22,14 +22,11 @@ import torch._inductor.config as inductor
 from torch._inductor import scheduler
 from torch._inductor.scheduler import ForeachKernelSchedulerNode, Scheduler
 
-from benchmarks.counts import default_params, grown, new_mind
+from benchmarks.counts import Untrained, default_params, grown
 from hamlet.learning.compiling import compiled
-from hamlet.learning.learner import Learner, RolloutCarry, first_state, thinking_in
+from hamlet.learning.learner import thinking_in
 from hamlet.learning.rollout import fused_step
-from hamlet.modules.contracts import TownShape
-from hamlet.modules.critic import Critic
 from hamlet.params import Params
-from hamlet.town import Scripted, Town, load_pack
 
 RESULTS = Path(__file__).parent / "results" / "kernels.json"
 WORLDS = 64
@@ -78,22 +75,13 @@ def kernels_of(function: Any, *inputs: Any) -> dict[str, int]:
 
 def measure(params: Params) -> dict[str, dict[str, int]]:
     """The kernels of a tick of PPO and of the town alone."""
-    torch.manual_seed(0)
-    town = Town(load_pack(params.town.pack), num_layouts=8)
-    shape, mind = TownShape.of(town), new_mind(params, town)
-    perception: Any = mind.perceive
-    social: Any = mind.read_others
-    expert = Scripted(town, [params.policy.teacher], 0)
-    learner = Learner(town, shape, mind, Critic(shape, params.policy.hidden), expert, None)
-    world = town.reset(0, WORLDS)
-    dims = perception.recurrent_dim, shape.num_others, social.recurrent_dim
-    minds = first_state(WORLDS, shape.num_agents, *dims)
-    carry = RolloutCarry(minds, expert.reset(world), ())
+    new = Untrained(params)
+    world, carry = new.start(WORLDS)
     thinking = thinking_in(0, WORLDS, params.policy)[0]
-    waiting = torch.zeros(WORLDS, shape.num_agents, dtype=torch.int64)
-    tick = fused_step(town, learner)
+    waiting = torch.zeros(WORLDS, new.shape.num_agents, dtype=torch.int64)
+    tick = fused_step(new.town, new.learner)
     return {
-        "town": kernels_of(town.step_and_reset_core, world, waiting),
+        "town": kernels_of(new.town.step_and_reset_core, world, waiting),
         "tick of PPO": kernels_of(tick, world, carry, thinking, None),
     }
 

@@ -112,7 +112,8 @@ def _packages() -> Iterator[Check]:
 
 
 def _runtime() -> Iterator[Check]:
-    from hamlet.ort import check_runtime, has_gpu, open_unchecked
+    from hamlet.driver import has_gpu
+    from hamlet.ort import check_runtime, open_unchecked
 
     build, build_version = check_runtime()
     import numpy as np

@@ -4,9 +4,7 @@ Needs onnxruntime and the standard library only, so that a deployment without Py
 """
 
 import contextlib
-import ctypes
 import io
-import os
 import platform
 import re
 import sys
@@ -139,12 +137,3 @@ def open_unchecked(
             "run `hamlet doctor` to see which providers do",
         )
     return session
-
-
-def has_gpu() -> bool:
-    """Whether an NVIDIA driver can be loaded: without one, CUDA is only a name on a list."""
-    try:
-        ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-    except OSError:
-        return False
-    return True

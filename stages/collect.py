@@ -8,8 +8,8 @@ import torch
 from tensordict import TensorDict
 
 from hamlet.artifacts import HamletError, atomic_dir, require_space, write_card, write_json
-from hamlet.device import moved
 from hamlet.modules.contracts import OBSERVATION_DTYPES, TownShape, others_of
+from hamlet.moving import moved
 from hamlet.params import Params
 from hamlet.town import Scripted, Town, load_pack
 from hamlet.town.personalities import HELD_OUT, TRAIN

@@ -9,9 +9,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from hamlet.artifacts import HamletError, check_card, how_to_make
-from hamlet.device import moved
 from hamlet.learning.beliefs import believe
 from hamlet.modules.contracts import TownShape, validate_observation
+from hamlet.moving import moved
 from hamlet.params import Params
 from hamlet.town import load_pack
 from stages import paths

@@ -41,6 +41,7 @@ NEUTRAL = {
     "stages/world.py": "its result, artifacts/world.json, is the dependency",
     "pipeline/artifacts.py": "how files are written, hashed and checked",
     "pipeline/device.py": "where a stage computes, which is the machine's affair",
+    "pipeline/driver.py": "whether there is a GPU, which is the machine's affair too",
     "pipeline/params.py": "how params.yaml is checked; its values are dependencies",
     "pipeline/profiling.py": "measures where time goes",
     "pipeline/tracking": "MLflow is told what a stage did",

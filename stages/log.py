@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from hamlet.artifacts import HamletError, atomic_path
-from hamlet.device import numbers
+from hamlet.moving import numbers
 from hamlet.profiling import Watch, profiled
 from stages.common import PROFILE, Stage, progress
 

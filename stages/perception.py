@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from hamlet.artifacts import atomic_path, write_card, write_json
-from hamlet.device import moved
 from hamlet.learning.train_perception import evaluate_perception, train_perception
+from hamlet.moving import moved
 from stages import paths
 from stages.common import stage
 from stages.data import load_dataset

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from hamlet.artifacts import HamletError, atomic_path, write_card, write_json
-from hamlet.device import moved
 from hamlet.export.frozen import freeze, load_frozen
 from hamlet.export.sense import load_sense
 from hamlet.learning import distributed
@@ -28,6 +27,7 @@ from hamlet.modules.contracts import LEADS, Features, TownShape
 from hamlet.modules.critic import Critic
 from hamlet.modules.menu import imagined_menu, menu_error
 from hamlet.modules.policy import Policy, PolicyAct, PolicyEnded, PolicyPrior, PolicyWeigh
+from hamlet.moving import moved
 from hamlet.params import Params
 from hamlet.town import Scripted, Town
 from hamlet.town.tables import menu, timetable

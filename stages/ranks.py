@@ -11,13 +11,13 @@ divides evenly.
 """
 
 import argparse
-import ctypes
 import logging
 import os
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from hamlet.driver import has_gpu
 from hamlet.params import Params, load_params
 from hamlet.tracking.processes import LAUNCHER, end_with_parents, identity
 from stages.common import TRAINED, cores, one_line_errors
@@ -69,21 +69,11 @@ def helpful(stage: str, params: Params, cores: int, gpus: int = 0) -> int:
 def _gpus() -> int:
     """The GPUs that ranks may take; 0 where the stage would run on the CPU."""
     asked = os.environ.get("HAMLET_DEVICE", "auto")
-    if asked == "cpu" or (asked == "auto" and not _driver()):  # PyTorch takes long to import
+    if asked == "cpu" or (asked == "auto" and not has_gpu()):  # PyTorch takes long to import
         return 0
     from hamlet.device import chosen, found
 
     return found().number if chosen().device.type == "cuda" else 0
-
-
-def _driver() -> bool:
-    """Whether there is a driver of a GPU. (`hamlet.ort` knows it too, but is no part of all stages
-    that are started here.)"""
-    try:
-        ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-    except OSError:
-        return False
-    return True
 
 
 def _count(text: str) -> int | None:

@@ -16,12 +16,12 @@ from rich.console import Console
 from torch import Tensor
 
 from hamlet.artifacts import atomic_path, write_json
-from hamlet.device import moved
 from hamlet.export.frozen import load_frozen
 from hamlet.learning.engines import processes, ray_tune
 from hamlet.learning.pbt import Turn, checkpoint_of, evolve, lineage, winner
 from hamlet.learning.train_social import with_labels
 from hamlet.learning.tune_social import SocialMember, held_out_loss, opened, share
+from hamlet.moving import moved
 from stages import paths
 from stages.common import cores, progress, stage
 from stages.data import Recorded, load_beliefs, load_dataset

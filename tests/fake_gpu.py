@@ -24,7 +24,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 ROOT = Path(__file__).parents[1]
 OURS = tuple(f"{ROOT / folder}/" for folder in ("hamlet", "pipeline", "stages"))
-HELPER = "/device.py"  # whoever called it is named
+HELPER = "/moving.py"  # whoever called it is named
 # Operations that CUDA takes with tensors of both devices.
 MIXED = {"index", "index_put", "copy_", "_to_copy"}
 # Those whose result, or its size, the host must know.

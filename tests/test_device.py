@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from benchmarks.counts import default_params
+from benchmarks.counts import Untrained, default_params
 from benchmarks.device_work import numbers
 from hamlet.artifacts import HamletError
-from hamlet.device import Found, check_ranks, constant, memory_errors, moved, resolve, uploaded
+from hamlet.device import Found, check_ranks, memory_errors, resolve
 from hamlet.learning.captured import Captured
+from hamlet.moving import constant, moved, uploaded
 from stages.common import one_line_errors
 
 ROOT = Path(__file__).parents[1]
@@ -235,7 +236,7 @@ def test_without_a_gpu_the_benchmark_says_so_and_measures_nothing(monkeypatch, c
 
 def test_its_measures_are_numbers_where_they_can_run():
     """Eager, on the CPU, at a size that says nothing of speed."""
-    setting = gpu.Setting(default_params(), torch.device("cpu"))
+    setting = Untrained(default_params(), torch.device("cpu"))
     assert gpu.town_speed(setting, "eager", 2, 0.01) > 0
     assert gpu.mind_speed(setting, "eager", 4, 0.01) > 0
     assert gpu.update_ms(setting, "tf32", 4 * setting.shape.num_agents, 0.01) > 0

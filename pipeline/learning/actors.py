@@ -23,12 +23,12 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from hamlet.artifacts import HamletError
-from hamlet.device import moved
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.distributed import joined, shard
 from hamlet.learning.learner import Learner, packed, thinking_in, unpacked
 from hamlet.learning.precision import Precision
 from hamlet.learning.rollout import collect, fused_step
+from hamlet.moving import moved
 from hamlet.params import PolicyParams
 
 GRACE = 10.0  # seconds

@@ -8,8 +8,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from hamlet.device import upload
 from hamlet.learning import distributed
+from hamlet.moving import upload
 from hamlet.profiling import region
 
 

@@ -6,6 +6,7 @@ its own, is captured once, and is then replayed on inputs that are copied to whe
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +41,8 @@ class Captured:
 
     It may write to tensors of its own, which keep their addresses, and must not read a number on
     the host. What it returns is overwritten by the next call. Inputs of another structure, shape or
-    type than the first ones run as they are, outside of the graph.
+    type than the first ones run as they are, outside of the graph; so does everything, with one
+    warning, where the capture fails.
 
     Attributes:
         replays: calls that were a replay. outside: calls that were not.
@@ -63,9 +65,8 @@ class Captured:
         if self._replay is None:
             self._kept = [x.clone() if isinstance(x, Tensor) else x for x in leaves]
             self._spec = spec
-            given = tree_unflatten(self._kept, spec)
-            self._outputs, self._replay = self.record(self.work, given)
-        if not self._fits(leaves, spec):
+            self._outputs, self._replay = self._captured(tree_unflatten(self._kept, spec))
+        if self._replay is _cannot or not self._fits(leaves, spec):
             self.outside += 1
             return self.work(*inputs)
         for kept, new in zip(self._kept, leaves, strict=True):
@@ -75,8 +76,20 @@ class Captured:
         self.replays += 1
         return self._outputs
 
+    def _captured(self, inputs: tuple[Any, ...]) -> tuple[Any, Callable[[], None]]:
+        try:
+            return self.record(self.work, inputs)
+        except RuntimeError as error:
+            message = (str(error).splitlines() or [type(error).__name__])[0]
+            warnings.warn(f"no CUDA graph, tick by tick from now on: {message}", stacklevel=3)
+            return None, _cannot
+
     def _fits(self, leaves: list[Any], spec: TreeSpec) -> bool:
         return spec == self._spec and all(map(_alike, self._kept, leaves))
+
+
+def _cannot() -> None:
+    """What stands for the graph of work that cannot be captured."""
 
 
 def _alike(kept: Any, new: Any) -> bool:

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 
 from hamlet.artifacts import HamletError, atomic_path
-from hamlet.device import moved
 from hamlet.learning import distributed
+from hamlet.moving import moved
 
 
 class Stateful(Protocol):

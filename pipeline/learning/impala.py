@@ -18,7 +18,6 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from hamlet.device import moved
 from hamlet.learning.actors import Actors, Cast
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.learner import Learner
@@ -29,6 +28,7 @@ from hamlet.learning.returns import vtrace
 from hamlet.learning.rollout import Record, Step
 from hamlet.modules.agent import Mind
 from hamlet.modules.categorical import log_prob_of
+from hamlet.moving import moved
 from hamlet.params import PolicyParams
 from hamlet.profiling import region
 

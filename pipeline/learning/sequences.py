@@ -12,8 +12,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from hamlet.device import upload
 from hamlet.learning.distributed import local_shard
+from hamlet.moving import upload
 from hamlet.profiling import region
 
 PER_WORLD = ("first", "places", "hour")

@@ -34,7 +34,6 @@ from torch import Tensor
 
 from hamlet import profiling
 from hamlet.artifacts import HamletError
-from hamlet.device import moved, upload, uploaded
 from hamlet.learning import distributed
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.captured import Captured
@@ -61,6 +60,7 @@ from hamlet.learning.update import Update
 from hamlet.modules.agent import AgentState, Mind
 from hamlet.modules.contracts import METERS, TownShape
 from hamlet.modules.critic import Critic
+from hamlet.moving import moved, upload, uploaded
 from hamlet.params import CompileParams, PolicyParams
 from hamlet.profiling import region
 from hamlet.town import Scripted, Town

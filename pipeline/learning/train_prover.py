@@ -17,7 +17,6 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from hamlet.device import moved
 from hamlet.learning import distributed
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.checkpoint import Checkpoint
@@ -32,6 +31,7 @@ from hamlet.learning.returns import gae
 from hamlet.learning.rollout import Record, Step, collect, evaluate, fused_step, learn
 from hamlet.learning.update import Update
 from hamlet.modules.categorical import log_prob_of, masked_logits
+from hamlet.moving import moved
 from hamlet.proofs.knowledge import find
 from hamlet.proofs.policy import Prover, ProverInput, ProverShape, entity_signature
 from hamlet.proofs.ranking import (

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hamlet.artifacts import atomic_dir, read_json, write_json
-from hamlet.device import moved
 from hamlet.learning.pbt import Turn, started
 from hamlet.learning.precision import set_precision
 from hamlet.learning.sequences import per_agent, sent
 from hamlet.learning.train_social import predict, train_social
 from hamlet.modules.contracts import TownShape
 from hamlet.modules.social import Social
+from hamlet.moving import moved
 from hamlet.params import SocialParams
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hamlet.artifacts import HamletError
-from hamlet.device import constant
+from hamlet.moving import constant
 
 METERS = 8
 STEPS = {"UP": (0.0, -1.0), "DOWN": (0.0, 1.0), "LEFT": (-1.0, 0.0), "RIGHT": (1.0, 0.0)}

@@ -8,9 +8,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from hamlet.device import constant
 from hamlet.modules.contracts import TownShape
 from hamlet.modules.policy import mlp
+from hamlet.moving import constant
 
 
 def privileged_dim(shape: TownShape) -> int:

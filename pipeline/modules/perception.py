@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hamlet.device import constant
 from hamlet.frontier import where_to_look
 from hamlet.modules.contracts import (
     LOOK,
@@ -26,6 +25,7 @@ from hamlet.modules.contracts import (
     RawObservation,
     TownShape,
 )
+from hamlet.moving import constant
 
 VISION = 2  # cells that the view shows to each side
 SIDE = 2 * VISION + 1

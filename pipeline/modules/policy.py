@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hamlet.device import columns, constant
 from hamlet.modules.contracts import LEADS, LOOK, METERS, STEPS, Features, TownShape
+from hamlet.moving import columns, constant
 
 LOGIT_CAP = 15.0
 PLACE_WIDTH = 16

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hamlet.device import columns
 from hamlet.modules.contracts import LEADS, OFFSET_UNIT, STEPS, SocialPrediction, TownShape
+from hamlet.moving import columns
 
 AGE_UNIT = 32.0  # the state's last number counts ticks since an agent was visible, in this unit
 HEADING_KEPT = 0.8  # per tick, of the steps towards a place

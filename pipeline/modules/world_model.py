@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hamlet.device import constant
 from hamlet.modules.contracts import LOOK, METERS, PROGRESS, TownShape
+from hamlet.moving import constant
 
 HOURS = 24
 KNOTS = 10  # per meter: where its effect on the others may change its slope

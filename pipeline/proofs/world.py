@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from hamlet.artifacts import HamletError
-from hamlet.device import moved
+from hamlet.moving import moved
 from hamlet.proofs.closure import Closure
 from hamlet.proofs.data import Graph
 from hamlet.proofs.knowledge import Index, build_index, find

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,15 +10,12 @@ import torch
 from tensordict import TensorDict
 from torch.utils._pytree import tree_flatten
 
-from benchmarks.counts import default_params, new_mind
+from benchmarks.counts import Untrained, default_params
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.captured import Captured
-from hamlet.learning.learner import Learner, RolloutCarry, first_state, thinking_in
+from hamlet.learning.learner import RolloutCarry, thinking_in
 from hamlet.learning.rollout import collect, fused_step
 from hamlet.learning.train_policy import add_advantages
-from hamlet.modules.contracts import TownShape
-from hamlet.modules.critic import Critic
-from hamlet.town import Scripted, Town, load_pack
 
 WORLDS, TICKS = 4, 3
 
@@ -81,18 +79,24 @@ def test_what_does_not_fit_runs_outside_and_is_counted(other):
     assert captured(*given(2.0))[0].tolist() == [5.0] * 3
 
 
+def test_what_cannot_be_captured_is_told_once_and_runs_outside():
+    def refused(work: Any, inputs: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    captured = Captured(total, refused)
+    with pytest.warns(UserWarning, match="^no CUDA graph.*not permitted when stream is capturing$"):
+        assert captured(*given(1.0))[0].tolist() == [3.0] * 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert captured(*given(2.0))[0].tolist() == [5.0] * 3
+    assert (captured.replays, captured.outside) == (0, 2)
+
+
 def test_a_rollout_with_its_advantages_is_what_it_is_tick_by_tick():
     """Three rollouts one after another: experience, advantages and where the worlds stand."""
     params = default_params()
-    torch.manual_seed(0)
-    town = Town(load_pack(params.town.pack), num_layouts=8)
-    shape, mind = TownShape.of(town), new_mind(params, town)
-    perception: Any = mind.perceive
-    social: Any = mind.read_others
-    expert = Scripted(town, [params.policy.teacher], 0)
-    learner = Learner(town, shape, mind, Critic(shape, params.policy.hidden), expert)
-    step = fused_step(town, learner)
-    dims = perception.recurrent_dim, shape.num_others, social.recurrent_dim
+    new = Untrained(params)
+    step = fused_step(new.town, new.learner)
     sizes = params.policy.model_copy(update={"rollout": TICKS})
 
     def lived(graph: bool) -> list[TensorDict]:
@@ -100,12 +104,11 @@ def test_a_rollout_with_its_advantages_is_what_it_is_tick_by_tick():
 
         def played(world: TensorDict, carry: RolloutCarry, contexts: Any) -> Any:
             world, carry = collect(step, world, carry, buffer, contexts)
-            add_advantages(buffer, world, learner, sizes)
+            add_advantages(buffer, world, new.learner, sizes)
             return world, carry
 
         work: Any = Captured(played, as_a_graph_does) if graph else played
-        world = town.reset(5, WORLDS)
-        carry = RolloutCarry(first_state(WORLDS, shape.num_agents, *dims), expert.reset(world))
+        world, carry = new.start(WORLDS, seed=5)
         for iteration in range(3):
             contexts = [(now, None) for now in thinking_in(iteration, WORLDS, sizes)]
             world, carry = work(world, carry, contexts)

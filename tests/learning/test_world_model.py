@@ -141,17 +141,15 @@ def test_rank_correlation_looks_at_the_order_only():
     assert rank_correlation(x, torch.tensor([1.0, 3.0, 2.0, 7.0])) == pytest.approx(0.2)
 
 
+def sized(horizon: int, steps: int) -> WorldModelParams:
+    return WorldModelParams(
+        hidden=16, members=2, horizon=horizon, steps=steps, batch=64, learning_rate=5e-3,
+        precision="fp32", shard=False,
+    )  # fmt: skip
+
+
 def test_rules_are_learned_and_held_out_worlds_are_predicted(shape, lived, tmp_path):
-    params = WorldModelParams(
-        hidden=16,
-        members=2,
-        horizon=2,
-        steps=400,
-        batch=64,
-        learning_rate=5e-3,
-        precision="fp32",
-        shard=False,
-    )
+    params = sized(horizon=2, steps=400)
     worlds = torch.arange(WORLDS)
     train, held_out = worlds[:16], worlds[16:]
     model = train_world_model(
@@ -168,16 +166,7 @@ def test_rules_are_learned_and_held_out_worlds_are_predicted(shape, lived, tmp_p
 def test_a_toss_is_expected_in_the_mean_and_doubted(shape, tmp_path):
     """Half of all uses are refused: the rule is still learned whole, its effect expected by half,
     and confidence is lower than where nothing is tried."""
-    params = WorldModelParams(
-        hidden=16,
-        members=2,
-        horizon=2,
-        steps=900,
-        batch=64,
-        learning_rate=5e-3,
-        precision="fp32",
-        shard=False,
-    )
+    params = sized(horizon=2, steps=900)
     tossed, worlds = live(shape, 0.5), torch.arange(WORLDS)
     model = train_world_model(
         tossed, worlds[:16], shape, LATENT, params, 5, tmp_path / "checkpoint.pt", Silent()
@@ -198,16 +187,7 @@ def test_a_toss_is_expected_in_the_mean_and_doubted(shape, tmp_path):
 def test_the_ticks_of_a_use_are_told_apart(shape, tmp_path):
     """Of three ticks only the last feeds. Fed its own predictions from the beginning, a model may
     take the second for the third, see that confirmed, and never learn better."""
-    params = WorldModelParams(
-        hidden=16,
-        members=2,
-        horizon=5,
-        steps=600,
-        batch=64,
-        learning_rate=5e-3,
-        precision="fp32",
-        shard=False,
-    )
+    params = sized(horizon=5, steps=600)
     used, worlds = live(shape, 0.0, duration=3, tried=0.8), torch.arange(WORLDS)
     model = train_world_model(
         used, worlds[:16], shape, LATENT, params, 5, tmp_path / "checkpoint.pt", Silent()

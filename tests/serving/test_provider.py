@@ -6,7 +6,8 @@ import pytest
 from policies import hand_made_gru
 
 from hamlet.artifacts import HamletError
-from hamlet.ort import has_gpu, open_unchecked
+from hamlet.driver import has_gpu
+from hamlet.ort import open_unchecked
 from hamlet.serving.agent import OnnxAgent
 from hamlet.serving.provider import Placed, check_parity, first_batch
 from hamlet.serving.source import open_source

@@ -6,15 +6,16 @@ Without a usable GPU it says so and exits with 2. Everything has the sizes of pa
 the number of worlds; minds are new, so nothing else must have run. `--repro` also runs every stage
 with the preset gpu, in a copy of this repository, and tells its seconds.
 
-- `parity`: the largest difference between three updates of every trainer here and on the CPU.
+- `parity`: the largest difference between three updates of every trainer here and on the CPU, in
+  fp32 without TF32, with the same noise.
 - `town`, `rollout`: agent-steps per second, eager, compiled and as one CUDA graph of 16 ticks. A
   graph that was not captured is an error, not a slower number.
-- `learning`: agent-steps per second of PPO, updates included.
-- `update`: milliseconds of an update of module D in fp32, TF32 and bf16.
+- `learning`: agent-steps per second of PPO, updates included, eager and compiled, as one graph.
+- `update`: milliseconds of an update of module D in fp32, TF32 and bf16; of fp8, why it is not.
 - `launches`: what the host starts for one tick: kernels, or graphs.
 
-The last line is JSON and is also written to benchmarks/results/gpu.json. What does not fit into the
-GPU's memory is null.
+The last line is JSON, also written to benchmarks/results/gpu.json, part by part. Where there is no
+number stands why, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import os
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -39,23 +41,25 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks import device_work
 from benchmarks.counts import Untrained, default_params
 from benchmarks.town import make_step, rate
-from hamlet.artifacts import HamletError, write_json
+from hamlet.artifacts import HamletError, in_one_line, write_json
 from hamlet.device import chosen, take
-from hamlet.learning import train_world_model
+from hamlet.learning import distributed, train_world_model
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.captured import Captured
 from hamlet.learning.compiling import compiled
+from hamlet.learning.float8 import too_small
 from hamlet.learning.learner import RolloutCarry, thinking_in
 from hamlet.learning.policy_losses import PolicyLosses
 from hamlet.learning.rollout import collect, fused_step
 from hamlet.learning.train_policy import add_advantages, train_policy
 from hamlet.learning.update import Update
 from hamlet.moving import moved
+from stages.common import prepare_torch
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 TOWNS = (1024, 4096, 16384, 65536)
-MINDS = (256, 1024, 4096)
+MINDS = (1024, 4096)
 ROWS = (8192, 65536)
 TICKS = 16
 WAYS = ("eager", "compiled", "graph")
@@ -87,16 +91,19 @@ def rollout(
 def replayed(graph: Captured | None) -> None:
     """Raises where a graph was asked for and something ran outside of it."""
     if graph is not None and (graph.outside or not graph.replays):
-        raise SystemExit(f"not captured: {graph.replays} replays, {graph.outside} calls outside")
+        raise RuntimeError(f"not captured: {graph.replays} replays, {graph.outside} calls outside")
 
 
-def or_null(measure: Callable[[], Any]) -> Any:
-    """The measure, or None where the GPU's memory is too small for it."""
+def or_reason(measure: Callable[[], Any]) -> Any:
+    """The measure, or in one line why there is none: full memory, a compiler or a graph that
+    failed. What would run slower instead is no measure."""
     try:
-        return measure()
-    except torch.OutOfMemoryError:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="compiling|no CUDA graph")
+            return measure()
+    except (RuntimeError, UserWarning) as error:
         torch.cuda.empty_cache()
-        return None
+        return in_one_line(error)
 
 
 @torch.no_grad()
@@ -150,16 +157,17 @@ class Clock:
         pass
 
 
-def learning_speed(setting: Untrained, worlds: int, iterations: int = 20) -> float:
+def learning_speed(setting: Untrained, compile: bool, worlds: int, iterations: int = 20) -> float:
     """Agent-steps per second of PPO, without its first two iterations."""
     params, clock = setting.params, Clock()
+    compiling = params.compile.model_copy(update={"rollout": compile, "update": compile})
     sizes = params.policy.model_copy(update={
         "worlds": worlds, "rollout": TICKS, "imitation_iterations": 0, "critic_iterations": 0,
         "ppo_iterations": iterations, "algorithm": "ppo",
     })  # fmt: skip
     with TemporaryDirectory() as folder:
         train_policy(
-            setting.town, setting.shape, setting.mind, setting.blank, sizes, params.compile,
+            setting.town, setting.shape, setting.mind, setting.blank, sizes, compiling,
             params.seed, Path(folder) / "checkpoint.pt", clock,
         )  # fmt: skip
     steps = (iterations - 2) * worlds * setting.shape.num_agents * TICKS
@@ -202,20 +210,28 @@ def tensor_float(on: bool) -> Iterator[None]:
 @torch.no_grad()
 def launches(setting: Untrained, way: str) -> dict[str, float]:
     """Calls of the driver that start something, for each tick of a rollout with the mind."""
-    advance, graph = rollout(setting, way, MINDS[0])
+    ticks = 4
+    advance, graph = rollout(setting, way, MINDS[0], ticks)
     advance(), advance()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as watched:
         advance()
         torch.cuda.synchronize()
     replayed(graph)
     started = {e.key: e.count for e in watched.key_averages() if "Launch" in e.key}
-    return {name: count / TICKS for name, count in sorted(started.items())}
+    return {name: count / ticks for name, count in sorted(started.items())}
+
+
+def noise_of_the_cpu(like: torch.Tensor, dim: int) -> torch.Tensor:
+    """`distributed.noise` of one process, from the CPU's generator: a GPU's draws other numbers."""
+    return torch.randn(like.shape, dtype=like.dtype).to(like.device)
 
 
 def parity(device: torch.device) -> dict[str, float]:
     """Of every trainer, the largest difference to the CPU in what three updates and its report
     tell, relative where a number is above 1."""
     device_work.UPDATES = 3
+    anywhere: Any = distributed
+    anywhere.noise = noise_of_the_cpu
     report: Any = train_world_model
     report.REPORT_TICKS = (1, 5)  # its data is 32 ticks long
     found = {}
@@ -255,31 +271,47 @@ def repro() -> dict[str, float]:
     return found
 
 
-def measure(device: torch.device, seconds: float) -> dict[str, Any]:
-    """Everything but `repro`."""
-    setting = Untrained(default_params(), device)
-    told: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(device),
-        "torch": torch.__version__,
-    }
-    told["parity"] = parity(device)
+def measure(device: torch.device, seconds: float) -> Iterator[tuple[str, Any]]:
+    """Everything but `repro`, part by part."""
+    yield "device", torch.cuda.get_device_name(device)
+    yield "torch", torch.__version__
+    yield "parity", or_reason(partial(parity, device))
+    params = default_params()
+    yield "precision", prepare_torch(params.seed)  # from here on as in a stage
+    setting = Untrained(params, device)
     plan: list[tuple[str, Callable[..., float], tuple[int, ...]]] = [
         ("town", town_speed, TOWNS),
         ("rollout", mind_speed, MINDS),
     ]
     for name, speed, sizes in plan:
-        told[name] = {
-            way: {n: or_null(partial(speed, setting, way, n, seconds)) for n in sizes}
-            for way in WAYS
-        }
-        print(name, told[name], flush=True)
-    told["launches"] = {way: launches(setting, way) for way in WAYS}
-    told["update"] = {
-        precision: {n: or_null(partial(update_ms, setting, precision, n, seconds)) for n in ROWS}
+        yield (
+            name,
+            {
+                way: {n: or_reason(partial(speed, setting, way, n, seconds)) for n in sizes}
+                for way in WAYS
+            },
+        )
+    yield (
+        "learning",
+        {
+            way: {n: or_reason(partial(learning_speed, setting, compile, n)) for n in MINDS}
+            for way, compile in (("eager", False), ("compiled", True))
+        },
+    )
+    policy: Any = setting.mind.policy
+    update: dict[str, Any] = {
+        precision: {n: or_reason(partial(update_ms, setting, precision, n, seconds)) for n in ROWS}
         for precision in ("fp32", "tf32", "bf16")
     }
-    told["learning"] = {n: or_null(partial(learning_speed, setting, n)) for n in MINDS}
-    return told
+    yield "update", update | {"fp8": {"none": too_small(policy.parameters())}}
+    yield "launches", {way: or_reason(partial(launches, setting, way)) for way in WAYS}
+
+
+def failed(part: Any) -> bool:
+    """Whether a reason stands in the place of a number."""
+    if isinstance(part, dict):
+        return any(failed(each) for name, each in part.items() if name != "none")
+    return isinstance(part, str)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -296,12 +328,17 @@ def main(arguments: list[str] | None = None) -> int:
     except HamletError as error:
         print(f"benchmarks.gpu: {error}", file=sys.stderr)
         return 2
-    told = measure(found.device, given.seconds)
+    told: dict[str, Any] = {}
+    for name, part in measure(found.device, given.seconds):
+        told[name] = part
+        print(name, part, flush=True)
+        write_json(RESULTS, told)
     if given.repro:
         told["repro_seconds"] = repro()
-    write_json(RESULTS, told)
+        write_json(RESULTS, told)
     print(json.dumps(told))
-    return 0
+    measured = ("parity", "town", "rollout", "learning", "update", "launches")
+    return int(any(failed(told[name]) for name in measured))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from hamlet.artifacts import HamletError
+from hamlet.artifacts import HamletError, in_one_line
 
 VARIABLE = "HAMLET_DEVICE"
 _ASKED = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -135,7 +135,7 @@ def take(device: torch.device) -> None:
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)
     except RuntimeError as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = in_one_line(error)
         if _OLD_DRIVER.search(str(error)):
             fix = "install a newer driver, or a torch of the driver's CUDA"
         else:

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hamlet.artifacts import HamletError, check_card, read_json
+from hamlet.artifacts import HamletError, check_card, in_one_line, read_json
 
 AGENT = Path("artifacts/agent.onnx")
 EXTRAS = {
@@ -74,8 +74,8 @@ def report() -> list[Check]:
         except HamletError as error:
             findings.append(Check(_name(section), "fail", error.problem, error.fix))
         except Exception as error:  # a check that breaks is a finding, not the end of the report
-            reason = (str(error).splitlines() or [""])[0]
-            findings.append(Check(_name(section), "fail", f"{type(error).__name__}: {reason}"))
+            reason = f"{type(error).__name__}: {in_one_line(error)}"
+            findings.append(Check(_name(section), "fail", reason))
     return findings
 
 

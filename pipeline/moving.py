@@ -44,10 +44,13 @@ def constant(values: Sequence[Any], dtype: torch.dtype, device: torch.device) ->
     """A tensor of numbers, or of rows of numbers, that never change; not to be written to.
 
     On the CPU it is made anew, and so is a part of what is exported there. On a GPU it is made
-    once: to send it at every tick would make the GPU wait.
+    once: to send it at every tick would make the GPU wait. Compiled for a GPU it is a part of the
+    code.
     """
     if device.type == "cpu":
         return torch.tensor(values, dtype=dtype, device=device)
+    if torch.compiler.is_compiling():
+        return _in_code(values, dtype, device)
     return _kept(_hashable(values), dtype, device)
 
 
@@ -62,7 +65,12 @@ def _hashable(values: Any) -> Any:
     return tuple(map(_hashable, values)) if isinstance(values, list | tuple) else values
 
 
-@torch.compiler.assume_constant_result
+def _in_code(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if isinstance(values, list | tuple):
+        return torch.stack([_in_code(each, dtype, device) for each in values])
+    return torch.full((), values, dtype=dtype, device=device)
+
+
 @cache
 def _kept(values: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=dtype, device=device)

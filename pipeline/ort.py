@@ -12,7 +12,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from hamlet.artifacts import HamletError, check_card, how_to_make
+from hamlet.artifacts import HamletError, check_card, how_to_make, in_one_line
 
 # Distributions that all install the same `onnxruntime` package, over one another.
 _BUILD = re.compile(r"^(onnxruntime|ort)(-(gpu|nightly|nightly-gpu|directml|openvino|qnn|rocm))?$")
@@ -123,7 +123,7 @@ def open_unchecked(
                 getattr(onnxruntime, "preload_dlls", lambda: None)()  # since 1.21
             session = onnxruntime.InferenceSession(model, options, providers=wanted)
     except Exception as error:  # ONNX Runtime's own exceptions share no base
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+        reason = in_one_line(error)
         fix = how_to_make(name) if isinstance(model, str) else ""
         if _TOO_OLD.search(reason):
             fix = f"this onnxruntime {onnxruntime.__version__} is too old for it: install a newer"

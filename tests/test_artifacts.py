@@ -20,6 +20,7 @@ from hamlet.artifacts import (
     card_path,
     check_card,
     how_to_make,
+    in_one_line,
     read_json,
     require_space,
     sha256_file,
@@ -37,6 +38,21 @@ SCHEMA = {
 
 def names(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("no such table\n[SQL: SELECT 1]", "no such table"),
+        ("inductor raised:\nAssertionError: twice\n\nSet X=1", "AssertionError: twice"),
+        ("in a subprocess:\n\nRuntimeError: one\nValueError('two')", "ValueError('two')"),
+        ("it said:", "it said:"),
+        (" \n", "OSError"),
+        ("x" * 300, "x" * 200),
+    ],
+)  # fmt: skip
+def test_the_line_of_an_error_that_says_most(message, told):
+    assert in_one_line(OSError(message)) == told
 
 
 def test_atomic_path_replaces_and_leaves_nothing_else(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from benchmarks import gpu
 from benchmarks.counts import Untrained, default_params
 from benchmarks.device_work import numbers
 from hamlet.artifacts import HamletError
-from hamlet.device import Found, check_ranks, memory_errors, resolve
+from hamlet.device import Chosen, Found, check_ranks, memory_errors, resolve
+from hamlet.learning import compiling, distributed
 from hamlet.learning.captured import Captured
-from hamlet.moving import constant, moved, uploaded
+from hamlet.learning.compiling import compiled_or_plain
+from hamlet.moving import _in_code, constant, moved, uploaded
 from stages.common import one_line_errors
 
 ROOT = Path(__file__).parents[1]
@@ -222,6 +225,43 @@ def test_a_constant_is_made_once_but_on_the_cpu():
     assert torch.equal(here[0], torch.tensor([[1.0], [2.0]]))
 
 
+def test_a_constant_in_code_that_is_compiled_for_a_gpu_is_the_same(monkeypatch):
+    rows, numbers = [[1, 2, 3], [4, 5, 6]], (0, 2)
+
+    def uses(x):
+        elsewhere = torch.device("meta")
+        constant(rows, torch.float32, elsewhere), constant(numbers, torch.int64, elsewhere)
+        index = _in_code(numbers, torch.int64, x.device)
+        return (x * _in_code(rows, torch.float32, x.device)).index_select(-1, index)
+
+    x = torch.rand(2, 3)
+    found = torch.compile(uses, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(found, (x * torch.tensor(rows))[:, [0, 2]])
+
+
+def test_what_is_compiled_for_a_gpu_is_compiled_for_each_size(monkeypatch):
+    """A size that is not known is one that CUDA's GRU cannot be compiled for."""
+    seen: list[bool] = []
+
+    def keep(graph, inputs, **options):
+        seen.append(all(isinstance(x, torch.Tensor) for x in inputs))
+        return graph.forward
+
+    real = torch.compile
+
+    def compile(function, options, **others):
+        return real(function, backend=keep, **others)
+
+    monkeypatch.setattr(torch, "compile", compile)
+    for name, fixed in (("cuda", True), ("cpu", False)):
+        monkeypatch.setattr(compiling, "chosen", partial(Chosen, torch.device(name), "asked for"))
+        twice = compiling.compiled(lambda x: x.sum() * len(x))
+        assert [float(twice(torch.ones(n))) for n in (2, 3, 5)] == [4, 9, 25]
+        assert all(seen) == fixed
+        assert (len(seen) == 3) == fixed
+        seen.clear()
+
+
 # ------------------------------------------------------------------------------------------------
 # The benchmark
 
@@ -243,5 +283,34 @@ def test_its_measures_are_numbers_where_they_can_run():
 
 
 def test_a_graph_that_was_not_captured_is_an_error():
-    with pytest.raises(SystemExit, match="not captured: 0 replays"):
+    def ask():
         gpu.replayed(Captured(lambda x: x))
+        return 1.0
+
+    told = gpu.or_reason(ask)
+    assert told == "not captured: 0 replays, 0 calls outside"
+    assert gpu.failed({"graph": {1024: told}})
+    assert not gpu.failed({"graph": {1024: 1.0}})
+
+
+def test_what_ran_slower_instead_is_no_measure():
+    def ask():
+        compiled_or_plain(broken)(torch.ones(1))
+        return 1.0
+
+    assert gpu.or_reason(ask).startswith("compiling failed, eager from now on: ")
+
+
+def broken(x):
+    """Cannot be compiled as one graph."""
+    print("seen")
+    return x
+
+
+def test_the_noise_that_is_compared_is_the_noise_of_training():
+    like = torch.zeros(3, 4, 5)
+    drawn = []
+    for noise in (distributed.noise, gpu.noise_of_the_cpu):
+        torch.manual_seed(3)
+        drawn.append(noise(like, 1))
+    assert torch.equal(*drawn)

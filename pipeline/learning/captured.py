@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from hamlet.artifacts import in_one_line
+
 WARM_UPS = 3
 """Runs before the capture: what is compiled, chosen or allocated at a first run is so by then."""
 
@@ -80,8 +82,8 @@ class Captured:
         try:
             return self.record(self.work, inputs)
         except RuntimeError as error:
-            message = (str(error).splitlines() or [type(error).__name__])[0]
-            warnings.warn(f"no CUDA graph, tick by tick from now on: {message}", stacklevel=3)
+            reason = in_one_line(error)
+            warnings.warn(f"no CUDA graph, tick by tick from now on: {reason}", stacklevel=3)
             return None, _cannot
 
     def _fits(self, leaves: list[Any], spec: TreeSpec) -> bool:

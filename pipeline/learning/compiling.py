@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hamlet.artifacts import in_one_line
 from hamlet.device import chosen
 
 
@@ -35,12 +36,13 @@ def compiled(function: Callable, fixed: bool = False) -> Callable:
         fixed: the world, its mode and whatever else the function reads beside its arguments never
             change, and a tensor argument always is one: only tensors are looked at before a call.
     """
+    gpu = chosen().device.type != "cpu"
     options = inductor_options() | {
         "assert_indirect_indexing": False,
         "size_asserts": False,
         "max_fusion_size": 256,
         "cpp.max_horizontal_fusion_size": 64,
-        "cpp_wrapper": chosen().device.type == "cpu",  # on a GPU it would keep graphs from capture
+        "cpp_wrapper": not gpu,  # on a GPU it would keep graphs from capture
         "combo_kernels": True,  # on a GPU: one kernel for several that do not wait for each other
     }
     if fixed:
@@ -51,7 +53,9 @@ def compiled(function: Callable, fixed: bool = False) -> Callable:
 
     # Dynamo keeps its graphs with the code object: this function gets one of its own.
     apart.__code__ = apart.__code__.replace()
-    return torch.compile(apart, fullgraph=True, options=options)
+    # CUDA's GRU is known for fixed sizes only, and a CUDA graph has only one.
+    dynamic = False if gpu else None
+    return torch.compile(apart, fullgraph=True, dynamic=dynamic, options=options)
 
 
 def compiled_or_plain(function: Callable) -> Callable:
@@ -65,8 +69,8 @@ def compiled_or_plain(function: Callable) -> Callable:
             try:
                 return taken(*inputs)
             except Exception as error:
-                message = (str(error).splitlines() or [type(error).__name__])[0]
-                warnings.warn(f"compiling failed, eager from now on: {message}", stacklevel=2)
+                reason = in_one_line(error)
+                warnings.warn(f"compiling failed, eager from now on: {reason}", stacklevel=2)
                 taken = function
         return taken(*inputs)
 

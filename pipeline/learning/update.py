@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hamlet.artifacts import HamletError
+from hamlet.artifacts import HamletError, in_one_line
 from hamlet.learning.compiling import inductor_options
 from hamlet.learning.distributed import sum_gradients
 from hamlet.learning.precision import Precision, autocast
@@ -147,9 +147,9 @@ class Update:
             try:
                 loss, diagnostics = self._backward(batch)
             except Exception as error:
-                message = (str(error).splitlines() or [type(error).__name__])[0]
+                reason = in_one_line(error)
                 warnings.warn(
-                    f"compiling the update failed, eager from now on: {message}", stacklevel=2
+                    f"compiling the update failed, eager from now on: {reason}", stacklevel=2
                 )
                 self._loss, self.compile_active = self._eager, False
                 self.optimizer.zero_grad(set_to_none=True)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from hamlet.artifacts import HamletError, card_path
+from hamlet.artifacts import HamletError, card_path, in_one_line
 from hamlet.serving.agent import OnnxAgent
 from hamlet.serving.model import NAME
 
@@ -140,7 +140,7 @@ class RegistrySource:
                 local = Path(self._mlflow.artifacts.download_artifacts(held, dst_path=folder))
                 info = self._mlflow.models.get_model_info(str(local))
             except Exception as error:
-                raise HamletError(f"{place} cannot be loaded ({_reason(error)})") from None
+                raise HamletError(f"{place} cannot be loaded ({in_one_line(error)})") from None
             card = (info.metadata or {}).get("card")
             if card is None:
                 return self._foreign(local, info, place), version
@@ -188,8 +188,4 @@ class RegistrySource:
         except HamletError:
             raise
         except Exception as error:  # whatever MLflow, SQLite or the network say
-            raise HamletError(f"{self.name} is not to be had ({_reason(error)})") from None
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            raise HamletError(f"{self.name} is not to be had ({in_one_line(error)})") from None

@@ -47,7 +47,11 @@ def tick_hash(key: Tensor, tick: Tensor, stream: Tensor | int) -> Tensor:
     if isinstance(stream, int):
         offset: Tensor | int = (stream * _GOLDEN + _TOP) % (1 << 32) - _TOP  # as int32 wraps
     else:
-        offset = stream.to(torch.int32) * _GOLDEN
+        stream = stream.to(torch.int32)
+        if torch.compiler.is_compiling():
+            # Hides a range from the compiler's index arithmetic, which does not wrap as int32 does.
+            stream = stream ^ 0
+        offset = stream * _GOLDEN
     return mix(mix(key ^ tick.to(torch.int32)) + offset)
 
 

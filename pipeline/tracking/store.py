@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlparse
 
 from filelock import FileLock
 
-from hamlet.artifacts import HamletError
+from hamlet.artifacts import HamletError, in_one_line
 
 # Set before anything imports mlflow: nothing is sent anywhere, and nothing is tried for minutes.
 for _name, _value in {
@@ -166,7 +166,7 @@ def in_plain_words(error: Exception) -> str:
     ):
         if said in text:
             return plain
-    return (text.strip().splitlines() or [type(error).__name__])[0][:200]
+    return in_one_line(error)
 
 
 def no_registry(error: Exception | str) -> HamletError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,6 +60,26 @@ def test_a_draw_is_the_hash_of_all_its_counters(seed, world, episode, tick, stre
     for written in (stream, torch.tensor([stream])):
         assert tick_hash(key, counters[3], written).item() == signed(expected)
         assert counter_uniform(*counters, written).item() == (expected >> 8) / (1 << 24)
+
+
+def test_a_range_of_streams_is_not_left_to_the_compilers_arithmetic():
+    """Inductor would work out `range * constant` with numbers that do not wrap: on a GPU such an
+    index is no int32, and no kernel."""
+    multiplied = []
+
+    def keep(graph, inputs):
+        for node in graph.graph.nodes:
+            if node.op == "call_function" and node.args[1:] == (0x1E3779B9,):
+                multiplied.append(node.args[0].target)
+        return graph.forward
+
+    def draw(key, tick):
+        return tick_hash(key, tick, 1000 + torch.arange(64))
+
+    key, tick = torch.tensor([5], dtype=torch.int32), torch.tensor([7])
+    compiled = torch.compile(draw, fullgraph=True, backend=keep)
+    assert torch.equal(compiled(key, tick), draw(key, tick))
+    assert multiplied == [operator.xor]
 
 
 @given(st.integers(0, WORD - 1), st.integers(1, 1 << 20))

@@ -22,8 +22,8 @@ from typing import Any
 
 SIGNIFICANT_DIGITS = 6
 _FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# What PyTorch's own writer says when the disk is full; it reports no errno.
 _NAMED_ERROR = re.compile(r"[\w.]*(Error|Exception)[:(]")
+# What PyTorch's own writer says when the disk is full; it reports no errno.
 _FULL_DISK_TEXT = re.compile(
     r"No space left|File too large|PytorchStreamWriter failed writing|unexpected pos \d+ vs"
 )
@@ -42,16 +42,16 @@ class HamletError(Exception):
         super().__init__(f"{self.problem}: {self.fix}" if self.fix else self.problem)
 
 
-# ------------------------------------------------------------------------------------------------
-# Atomic writes
-
-
 def in_one_line(error: BaseException) -> str:
     """The line of its message that says most: the innermost error that it names, else the first."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" :")]
     named = [line for line in lines if _NAMED_ERROR.match(line)]
     told = named[-1:] or [line for line in lines if not line.endswith(":")] or lines
     return (told or [type(error).__name__])[0][:200]
+
+
+# ------------------------------------------------------------------------------------------------
+# Atomic writes
 
 
 @contextmanager

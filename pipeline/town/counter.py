@@ -48,8 +48,9 @@ def tick_hash(key: Tensor, tick: Tensor, stream: Tensor | int) -> Tensor:
         offset: Tensor | int = (stream * _GOLDEN + _TOP) % (1 << 32) - _TOP  # as int32 wraps
     else:
         stream = stream.to(torch.int32)
-        if torch.compiler.is_compiling():
-            # Hides a range from the compiler's index arithmetic, which does not wrap as int32 does.
+        if torch.compiler.is_compiling() and stream.device.type != "cpu":
+            # Hides a range from Triton's index arithmetic, which does not wrap as int32 does. (In
+            # C++ it does, and a product that is known to overflow is undefined there.)
             stream = stream ^ 0
         offset = stream * _GOLDEN
     return mix(mix(key ^ tick.to(torch.int32)) + offset)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,11 +24,16 @@ if WORKER:  # side by side, processes that each take all cores wait for one anot
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that need the tiny pipeline come last but one of them: while a worker makes it, the
-    others need not wait for it."""
+    """Long files first, but those that need the tiny pipeline last, all but one of them: while a
+    worker makes it, the others need not wait for it."""
+    tests = Counter(item.path for item in items)
     needing = {item.path for item in items if {"tiny", "copy"} & set(item.fixturenames)}  # type: ignore[attr-defined]
-    first = next((item.path for item in items if item.path in needing), None)
-    items.sort(key=lambda item: (item.path != first, item.path in needing))
+    first = max(needing, key=lambda path: (tests[path], path), default=None)
+
+    def place(item: pytest.Item) -> tuple[bool, bool, int, Path]:
+        return item.path != first, item.path in needing, -tests[item.path], item.path
+
+    items.sort(key=place)
 
 
 @pytest.fixture(autouse=True)

@@ -62,7 +62,12 @@ def test_the_alias_moves_and_sessions_stay(registry, agent, other, seen):
         assert server.tick(seen[0], "newer", sequence_start=True).json["model_version"] == "1"
         assert server.tick(seen[1], "new").json["model_version"] == "2"
 
-        # An alias that points nowhere, then a registry that is no database any more.
+
+def test_sessions_outlive_the_registry(registry, seen):
+    """An alias that points nowhere, then a registry that is no database any more."""
+    with Served(CHAMPION, env=environment()) as server:
+        server.first("loaded")
+        assert server.tick(seen[0], "old", sequence_start=True).json["model_version"] == "1"
         registry.delete_registered_model_alias("hamlet-agent", "champion")
         assert "is not to be had" in server.wait("not loaded", 60)["error"]
         assert server.tick(seen[2], "old").status == 200

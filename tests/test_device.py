@@ -20,6 +20,7 @@ from hamlet.device import Chosen, Found, check_ranks, memory_errors, resolve
 from hamlet.learning import compiling, distributed
 from hamlet.learning.captured import Captured
 from hamlet.learning.compiling import compiled_or_plain
+from hamlet.learning.population import thinking_slots
 from hamlet.moving import constant, moved, uploaded
 from stages.common import one_line_errors
 
@@ -247,6 +248,23 @@ def test_a_constant_in_code_that_is_compiled_for_a_gpu_is_the_same():
     graph.recompile()
     x = torch.rand(2, 3)
     assert torch.equal(graph(x)[0], (x * torch.tensor(rows))[:, [0, 2]])
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor of the CPU that says it is not there."""
+
+    @property
+    def device(self):
+        return torch.device("meta")
+
+
+@pytest.mark.parametrize("tick", [0, 1, 7])
+def test_a_gpu_need_not_be_asked_how_many_deliberate(tick):
+    clock = torch.arange(8).repeat_interleave(3) + tick
+    asked = thinking_slots(clock, 3, 4)
+    assert len(asked) == 6
+    told = thinking_slots(clock.as_subclass(Elsewhere), 3, 4)
+    assert told.tolist() == asked.tolist()
 
 
 def test_what_is_compiled_for_a_gpu_is_compiled_for_each_size(monkeypatch):

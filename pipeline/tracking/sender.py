@@ -115,7 +115,7 @@ class Sender(threading.Thread):
     def flush(self, patience: float) -> bool:
         """Wait until MLflow has everything, at most `patience` seconds; whether it has.
 
-        Does not wait for what does not answer.
+        Does not wait for what does not answer. A database that nobody locks is only slow.
         """
         began = time.monotonic()
         target = self.journal.size()
@@ -126,10 +126,11 @@ class Sender(threading.Thread):
         while self._sent < target and self.is_alive():
             now = time.monotonic()
             failed = self.error and not self.busy() and self._attempts > attempts
-            limit = patience if self._ready or not patience else START_SECONDS
-            hangs = self._ready and self.uri.startswith("http") and (
-                now - max(began, self._answered) > SILENCE_SECONDS
-            )  # fmt: skip
+            server = self.uri.startswith("http")
+            slow = not self._ready or not (server or self.busy())
+            limit = START_SECONDS if slow and patience else patience
+            silent = now - max(began, self._answered) > SILENCE_SECONDS
+            hangs = self._ready and server and silent
             if failed or hangs or now - began > limit:
                 break
             with self._changed:

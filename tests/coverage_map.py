@@ -75,7 +75,8 @@ def main() -> int:
     measured = coverage.Coverage(data_file=None, source=[str(ROOT / "pipeline")], config_file=False)
     contexts = Contexts(measured)
     measured.start()
-    code = pytest.main(["-p", "no:cacheprovider", *arguments], plugins=[contexts])
+    # In this process, not in workers: only here is it known which test runs.
+    code = pytest.main(["-n0", "-p", "no:cacheprovider", *arguments], plugins=[contexts])
     measured.stop()
     data = measured.get_data()
     of_file: dict[str, list[str]] = defaultdict(list)
@@ -87,6 +88,7 @@ def main() -> int:
         )
         for file in data.measured_files()
     }
+    assert any(lines.values()), "no line was measured"
     seconds = {test: round(value, 3) for test, value in contexts.seconds.items()}
     Path(out).write_text(json.dumps({"lines": lines, "seconds": seconds}), encoding="utf-8")
     return int(code)

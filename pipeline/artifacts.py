@@ -203,6 +203,17 @@ def write_json(path: str | Path, data: Any) -> None:
         temporary.write_text(text + "\n", encoding="utf-8", newline="\n")
 
 
+def parse_yaml(text: str) -> Any:
+    """What a YAML text holds, read by libyaml where it is there: ten times as fast.
+
+    Raises:
+        yaml.YAMLError: it is not YAML.
+    """
+    import yaml
+
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
 def read_json(path: str | Path) -> Any:
     """Read a JSON file.
 
@@ -385,9 +396,7 @@ def _stage_of(path: Path) -> str | None:
         if not (root / "dvc.yaml").is_file():
             continue
         with suppress(Exception):  # only a hint: the error it belongs to must reach the user
-            import yaml
-
-            stages = yaml.safe_load((root / "dvc.yaml").read_text(encoding="utf-8"))["stages"]
+            stages = parse_yaml((root / "dvc.yaml").read_text(encoding="utf-8"))["stages"]
             for name, stage in stages.items():
                 for key in ("outs", "metrics", "plots"):
                     for out in stage.get(key) or []:

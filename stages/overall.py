@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hamlet.artifacts import write_json
+from hamlet.artifacts import parse_yaml, write_json
 from hamlet.params import chosen_preset
 from hamlet.tracking import execution_key, repo_root
 
@@ -36,9 +36,7 @@ class Plan(NamedTuple):
 
 def read_plan(path: Path) -> Plan:
     """The stages of a dvc.yaml and who waits for whom."""
-    import yaml
-
-    stages = yaml.safe_load(path.read_text(encoding="utf-8"))["stages"]
+    stages = parse_yaml(path.read_text(encoding="utf-8"))["stages"]
     outs = {
         name: [_path(out) for kind in ("outs", "metrics", "plots") for out in stage.get(kind, [])]
         for name, stage in stages.items()

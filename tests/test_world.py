@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from copied_repo import ROOT
+from copied_repo import ROOT, Repo
 
 from hamlet.params import choose_preset
 from stages import world
@@ -195,3 +195,14 @@ def test_dvc_sees_an_edit_of_what_a_pack_extends(repo):
     choose_preset(Path(), "tiny")
     assert "presets" in dvc("status")
     assert ran() == {"world", "town", "proofs"}
+
+
+@pytest.mark.slow
+def test_an_archive_without_git_needs_no_setting(tmp_path):
+    """Such as a host's zip, whose .dvc/config says that there is no Git."""
+    with subprocess.Popen(["git", "archive", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE) as packed:
+        subprocess.run(["tar", "-x", "-C", tmp_path], stdin=packed.stdout, check=True)
+    archive = Repo(tmp_path)
+    assert archive.repro("world") == ["world"]
+    in_git = archive.run("dvc", "--cd", str(ROOT), "config", "core.no_scm", check=False)
+    assert in_git.stdout.strip() != "true", "in a checkout DVC uses Git"

@@ -23,7 +23,7 @@ import psutil
 import yaml
 from pydantic import BaseModel
 
-from hamlet.artifacts import write_json
+from hamlet.artifacts import parse_yaml, write_json
 from hamlet.tracking import sender
 from hamlet.tracking.delivery import EXECUTION, PROCESS
 from hamlet.tracking.journal import Journal, open_journal
@@ -242,7 +242,7 @@ def _inputs(read: Mapping[str, Any]) -> list[dict[str, str]]:
 
 def _read_yaml(path: str) -> dict[str, Any]:
     with suppress(OSError, yaml.YAMLError):
-        read = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        read = parse_yaml(Path(path).read_text(encoding="utf-8"))
         if isinstance(read, dict):
             return read
     return {}

@@ -118,9 +118,9 @@ def test_a_pack_or_facts_that_cannot_be_read_are_found(repo):
 
 
 def test_without_git_the_fix_is_named_and_mends_it(repo):
-    for name in (".dvc/config", ".dvc/.gitignore"):
-        (repo / name).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, repo / name)
+    (repo / ".dvc").mkdir()
+    (repo / ".dvc" / "config").write_text("[core]\n    analytics = false\n")
+    shutil.copy(ROOT / ".dvc" / ".gitignore", repo / ".dvc")
     Path("dvc.yaml").write_text("stages: {one: {cmd: 'true'}}\n")
     fix = by_name()["stages"].fix
     assert fix.startswith("git init, or without Git: dvc config")

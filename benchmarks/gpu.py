@@ -14,6 +14,9 @@ with the preset gpu, in a copy of this repository, and tells its seconds.
 - `update`: milliseconds of an update of module D in fp32, TF32 and bf16; of fp8, why it is not.
 - `launches`: what the host starts for one tick: kernels, or graphs.
 
+Every measure has a process of its own. Those of a part compile side by side, and wait; then each
+measures alone, one after the other.
+
 The last line is JSON, also written to benchmarks/results/gpu.json, part by part. Where there is no
 number stands why, and the exit code is 1.
 """
@@ -28,7 +31,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -63,6 +66,9 @@ MINDS = (1024, 4096)
 ROWS = (8192, 65536)
 TICKS = 16
 WAYS = ("eager", "compiled", "graph")
+
+Turn = Callable[[], None]
+"""Called when everything is compiled and warm; returns when nothing else runs."""
 
 
 def rollout(
@@ -107,7 +113,7 @@ def or_reason(measure: Callable[[], Any]) -> Any:
 
 
 @torch.no_grad()
-def town_speed(setting: Untrained, way: str, worlds: int, seconds: float) -> float:
+def town_speed(setting: Untrained, way: str, worlds: int, seconds: float, turn: Turn) -> float:
     """Agent-steps per second of the town with random actions."""
     step = make_step(setting.town)
     if way != "eager":
@@ -125,41 +131,49 @@ def town_speed(setting: Untrained, way: str, worlds: int, seconds: float) -> flo
         holder[0] = work(holder[0])
 
     steps = worlds * setting.shape.num_agents * TICKS
-    found = rate(advance, steps, seconds, setting.device.type)
+    found = rate(advance, steps, seconds, setting.device.type, turn)
     replayed(work if way == "graph" else None)
     return round(found)
 
 
 @torch.no_grad()
-def mind_speed(setting: Untrained, way: str, worlds: int, seconds: float) -> float:
+def mind_speed(setting: Untrained, way: str, worlds: int, seconds: float, turn: Turn) -> float:
     """Agent-steps per second of a rollout with the whole mind, the expert asked beside it."""
     advance, graph = rollout(setting, way, worlds)
     steps = worlds * setting.shape.num_agents * TICKS
-    found = rate(advance, steps, seconds, setting.device.type)
+    found = rate(advance, steps, seconds, setting.device.type, turn)
     replayed(graph)
     return round(found)
 
 
 class Clock:
-    """A trainer's log that keeps when every iteration ended."""
+    """A trainer's log that waits for its turn after the first `warm` iterations, and keeps how long
+    the others took."""
 
-    def __init__(self) -> None:
-        self.ends: list[float] = []
+    def __init__(self, warm: int, turn: Turn) -> None:
+        self.warm, self.turn = warm, turn
+        self.seconds = 0.0
 
     def steps(self, total: int, start: int) -> Iterator[int]:
+        began = 0.0
         for step in range(start, total):
             yield step
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            self.ends.append(time.perf_counter())
+            if step + 1 == start + self.warm:
+                self.turn()
+                began = time.perf_counter()
+        self.seconds = time.perf_counter() - began
 
     def record(self, step: int, metrics: Any) -> None:
         pass
 
 
-def learning_speed(setting: Untrained, compile: bool, worlds: int, iterations: int = 20) -> float:
-    """Agent-steps per second of PPO, without its first two iterations."""
-    params, clock = setting.params, Clock()
+def learning_speed(setting: Untrained, way: str, worlds: int, seconds: float, turn: Turn) -> float:
+    """Agent-steps per second of PPO, over some seconds, without its first four iterations."""
+    params, compile, warm = setting.params, way != "eager", 4
+    iterations = warm + max(1, round(seconds * (64 if compile else 4)))
+    clock = Clock(warm, turn)
     compiling = params.compile.model_copy(update={"rollout": compile, "update": compile})
     sizes = params.policy.model_copy(update={
         "worlds": worlds, "rollout": TICKS, "imitation_iterations": 0, "critic_iterations": 0,
@@ -170,11 +184,11 @@ def learning_speed(setting: Untrained, compile: bool, worlds: int, iterations: i
             setting.town, setting.shape, setting.mind, setting.blank, sizes, compiling,
             params.seed, Path(folder) / "checkpoint.pt", clock,
         )  # fmt: skip
-    steps = (iterations - 2) * worlds * setting.shape.num_agents * TICKS
-    return round(steps / (clock.ends[-1] - clock.ends[1]))
+    steps = (iterations - warm) * worlds * setting.shape.num_agents * TICKS
+    return round(steps / clock.seconds)
 
 
-def update_ms(setting: Untrained, precision: str, rows: int, seconds: float) -> float:
+def update_ms(setting: Untrained, precision: str, rows: int, seconds: float, turn: Turn) -> float:
     """Milliseconds of an update of imitation, compiled."""
     device, shape = setting.device, setting.shape
     world, carry = setting.start(rows // shape.num_agents)
@@ -193,7 +207,7 @@ def update_ms(setting: Untrained, precision: str, rows: int, seconds: float) -> 
         precision="bf16" if precision == "bf16" else "fp32",
     )  # fmt: skip
     with tensor_float(precision == "tf32"):
-        return round(1e3 / rate(partial(update, batch), 1, seconds, device.type), 3)
+        return round(1e3 / rate(partial(update, batch), 1, seconds, device.type, turn), 3)
 
 
 @contextmanager
@@ -208,11 +222,14 @@ def tensor_float(on: bool) -> Iterator[None]:
 
 
 @torch.no_grad()
-def launches(setting: Untrained, way: str) -> dict[str, float]:
+def launches(
+    setting: Untrained, way: str, worlds: int, seconds: float, turn: Turn
+) -> dict[str, float]:
     """Calls of the driver that start something, for each tick of a rollout with the mind."""
     ticks = 4
-    advance, graph = rollout(setting, way, MINDS[0], ticks)
+    advance, graph = rollout(setting, way, worlds, ticks)
     advance(), advance()
+    turn()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as watched:
         advance()
         torch.cuda.synchronize()
@@ -249,62 +266,120 @@ def parity(device: torch.device) -> dict[str, float]:
     return found
 
 
-def repro() -> dict[str, float]:
-    """Seconds of every stage with the preset gpu, in a copy of this repository."""
-    found = {}
+def repro() -> dict[str, Any]:
+    """Seconds of every stage of one `dvc repro` with the preset gpu, in a copy of this repository,
+    and what the agent scores."""
+    began: dict[str, float] = {}
     with TemporaryDirectory() as folder:
         copy = Path(folder) / "hamlet"
         subprocess.run(["git", "clone", "-q", str(ROOT), str(copy)], check=True)
         hamlet = [sys.executable, "-c", "from hamlet.cli import app; app()"]
-        env = {**os.environ, "PYTHONPATH": str(copy)}
+        env = {**os.environ, "PYTHONPATH": str(copy), "PYTHONUNBUFFERED": "1"}
         subprocess.run([*hamlet, "preset", "gpu"], cwd=copy, env=env, check=True)
-        dvc = [sys.executable, "-m", "dvc"]
-        listed = subprocess.run(
-            [*dvc, "stage", "list", "--name-only"],
-            cwd=copy, env=env, check=True, capture_output=True, text=True,
+        ran = subprocess.Popen(
+            [sys.executable, "-m", "dvc", "repro"], cwd=copy, env=env, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
-        for stage in listed.stdout.split():
-            began = time.perf_counter()
-            subprocess.run([*dvc, "repro", stage], cwd=copy, env=env, check=True)
-            found[stage] = round(time.perf_counter() - began, 1)
-        found["score"] = json.loads((copy / "artifacts/metrics/evaluate.json").read_text())
-    return found
+        for line in ran.stdout or ():
+            print(line, end="", flush=True)
+            if line.startswith("Running stage "):
+                began[line.split("'")[1]] = time.perf_counter()
+        began["end"] = time.perf_counter()
+        if ran.wait():
+            raise HamletError(f"dvc repro ended with {ran.returncode}")
+        score = json.loads((copy / "artifacts/metrics/evaluate.json").read_text())
+    ends = [*began.values()][1:]
+    seconds = {name: round(end - began[name], 1) for name, end in zip(began, ends)}
+    return {"seconds": seconds, "all": round(sum(seconds.values()), 1), "score": score}
 
 
-def measure(device: torch.device, seconds: float) -> Iterator[tuple[str, Any]]:
+MEASURES: dict[str, Callable[..., Any]] = {
+    "town": town_speed,
+    "rollout": mind_speed,
+    "learning": learning_speed,
+    "update": update_ms,
+    "launches": launches,
+}
+PLANS: tuple[dict[str, tuple[tuple[str, ...], tuple[int, ...]]], ...] = (
+    {"town": (WAYS, TOWNS)},
+    {"rollout": (WAYS, MINDS), "launches": (WAYS, MINDS[:1])},
+    {"learning": (WAYS[:2], MINDS), "update": (("fp32", "tf32", "bf16"), ROWS)},
+)
+"""What is compiled side by side: name of a measure -> its ways and sizes."""
+
+
+def one_measure(name: str, way: str, size: int, seconds: float) -> Any:
+    """One measure in this process: prints `ready` when it is compiled, waits for a line, measures.
+    Where it fails, the reason."""
+
+    def turn() -> None:
+        print("ready", file=sys.__stdout__, flush=True)
+        sys.stdin.readline()
+
+    def measured() -> Any:
+        found = chosen()
+        take(found.device)
+        if name == "parity":
+            return parity(found.device)
+        params = default_params()
+        prepare_torch(params.seed)
+        return MEASURES[name](Untrained(params, found.device), way, size, seconds, turn)
+
+    with redirect_stdout(sys.stderr):
+        return or_reason(measured)
+
+
+class Asked:
+    """A measure in a process of its own."""
+
+    def __init__(self, name: str, way: str, size: int, seconds: float) -> None:
+        self.name, self.way, self.size = name, way, size
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.gpu", "--seconds", str(seconds),
+             "--one", name, way, str(size)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2"},  # many of these run at once
+        )  # fmt: skip
+        self.line = ""
+
+    def wait(self) -> None:
+        """Until it is ready, or has failed."""
+        assert self.process.stdout is not None
+        self.line = self.process.stdout.readline()
+
+    def answer(self) -> Any:
+        """What it measures, now that nothing else runs; or why there is nothing."""
+        told = self.line
+        if told == "ready\n":
+            told, _ = self.process.communicate("go\n")
+        self.process.wait()
+        return json.loads(told) if told else f"ended with {self.process.returncode}"
+
+
+def measure(seconds: float) -> Iterator[tuple[str, Any]]:
     """Everything but `repro`, part by part."""
-    yield "device", torch.cuda.get_device_name(device)
-    yield "torch", torch.__version__
-    yield "parity", or_reason(partial(parity, device))
-    params = default_params()
-    yield "precision", prepare_torch(params.seed)  # from here on as in a stage
-    setting = Untrained(params, device)
-    plan: list[tuple[str, Callable[..., float], tuple[int, ...]]] = [
-        ("town", town_speed, TOWNS),
-        ("rollout", mind_speed, MINDS),
-    ]
-    for name, speed, sizes in plan:
-        yield (
-            name,
-            {
-                way: {n: or_reason(partial(speed, setting, way, n, seconds)) for n in sizes}
-                for way in WAYS
-            },
-        )
-    yield (
-        "learning",
-        {
-            way: {n: or_reason(partial(learning_speed, setting, compile, n)) for n in MINDS}
-            for way, compile in (("eager", False), ("compiled", True))
-        },
-    )
-    policy: Any = setting.mind.policy
-    update: dict[str, Any] = {
-        precision: {n: or_reason(partial(update_ms, setting, precision, n, seconds)) for n in ROWS}
-        for precision in ("fp32", "tf32", "bf16")
-    }
-    yield "update", update | {"fp8": {"none": too_small(policy.parameters())}}
-    yield "launches", {way: or_reason(partial(launches, setting, way)) for way in WAYS}
+    checked = Asked("parity", "", 0, seconds)
+    for plan in PLANS:
+        asked = [
+            Asked(name, way, size, seconds)
+            for name, (ways, sizes) in plan.items()
+            for way in ways
+            for size in sizes
+        ]
+        for each in [*asked, checked] if plan is PLANS[0] else asked:
+            each.wait()
+        if plan is PLANS[0]:
+            yield "parity", checked.answer()
+        told: dict[str, dict[str, Any]] = {name: {} for name in plan}
+        for each in asked:
+            told[each.name].setdefault(each.way, {})[each.size] = each.answer()
+        yield from told.items()
+
+
+def no_float8() -> dict[str, str]:
+    """Why module D is not trained in fp8."""
+    policy: Any = Untrained(default_params()).mind.policy
+    return {"none": too_small(policy.parameters())}
 
 
 def failed(part: Any) -> bool:
@@ -318,7 +393,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=2.0, help="per measurement")
     parser.add_argument("--repro", action="store_true", help="also run every stage, preset gpu")
+    parser.add_argument("--one", nargs=3, metavar=("NAME", "WAY", "SIZE"), help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
+    if given.one:
+        name, way, size = given.one
+        print(json.dumps(one_measure(name, way, int(size), given.seconds)))
+        return 0
     try:
         found = chosen()
         if found.device.type == "cpu":
@@ -328,17 +408,21 @@ def main(arguments: list[str] | None = None) -> int:
     except HamletError as error:
         print(f"benchmarks.gpu: {error}", file=sys.stderr)
         return 2
-    told: dict[str, Any] = {}
-    for name, part in measure(found.device, given.seconds):
+    told: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(found.device),
+        "torch": torch.__version__,
+        "precision": prepare_torch(default_params().seed),
+    }
+    for name, part in measure(given.seconds):
         told[name] = part
         print(name, part, flush=True)
         write_json(RESULTS, told)
+    told["update"]["fp8"] = no_float8()
     if given.repro:
-        told["repro_seconds"] = repro()
-        write_json(RESULTS, told)
+        told["repro"] = repro()
+    write_json(RESULTS, told)
     print(json.dumps(told))
-    measured = ("parity", "town", "rollout", "learning", "update", "launches")
-    return int(any(failed(told[name]) for name in measured))
+    return int(any(failed(told[name]) for name in ("parity", *MEASURES)))
 
 
 if __name__ == "__main__":

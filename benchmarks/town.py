@@ -57,8 +57,15 @@ def make_step(town: Town) -> Callable[[TensorDict], tuple[TensorDict, TensorDict
     return step
 
 
-def rate(advance: Callable[[], object], agent_steps: int, seconds: float, device: str) -> float:
-    """Best agent-steps per second of three runs of about `seconds` each."""
+def rate(
+    advance: Callable[[], object],
+    agent_steps: int,
+    seconds: float,
+    device: str,
+    warm: Callable[[], None] = lambda: None,
+) -> float:
+    """Best agent-steps per second of three runs, of about `seconds` together; `warm` is called
+    between the first calls, which compile, and the timing."""
 
     def wait() -> None:
         if device == "cuda":
@@ -67,6 +74,7 @@ def rate(advance: Callable[[], object], agent_steps: int, seconds: float, device
     for _ in range(3):
         advance()
     wait()
+    warm()
     best = 0.0
     for _ in range(3):
         steps, start = 0, time.perf_counter()

@@ -303,11 +303,41 @@ def test_without_a_gpu_the_benchmark_says_so_and_measures_nothing(monkeypatch, c
 
 
 def test_its_measures_are_numbers_where_they_can_run():
-    """Eager, on the CPU, at a size that says nothing of speed."""
+    """Eager, on the CPU, at a size that says nothing of speed; each waits once for its turn."""
+    setting, turns = Untrained(default_params(), torch.device("cpu")), []
+    agents = setting.shape.num_agents
+    for measure, way, size in (
+        (gpu.town_speed, "eager", 2),
+        (gpu.learning_speed, "eager", 4),
+        (gpu.update_ms, "tf32", 4 * agents),
+    ):
+        assert measure(setting, way, size, 0.01, lambda: turns.append(1)) > 0
+    assert len(turns) == 3
+
+
+@pytest.mark.slow
+def test_a_rollout_with_the_mind_is_measured():
     setting = Untrained(default_params(), torch.device("cpu"))
-    assert gpu.town_speed(setting, "eager", 2, 0.01) > 0
-    assert gpu.mind_speed(setting, "eager", 4, 0.01) > 0
-    assert gpu.update_ms(setting, "tf32", 4 * setting.shape.num_agents, 0.01) > 0
+    assert gpu.mind_speed(setting, "eager", 4, 0.01, lambda: None) > 0
+
+
+def test_a_measure_of_its_own_process_waits_for_its_turn(monkeypatch):
+    monkeypatch.setenv("HAMLET_DEVICE", "cpu")
+    asked = gpu.Asked("town", "eager", 2, 0.01)
+    asked.wait()
+    assert asked.line == "ready\n"
+    assert asked.process.poll() is None
+    assert asked.answer() > 0
+
+
+def test_a_measure_that_fails_before_its_turn_says_why(monkeypatch):
+    monkeypatch.setenv("HAMLET_DEVICE", "cpu")
+    monkeypatch.setattr(gpu, "MEASURES", {"town": gpu.town_speed})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("sys.stdin", None)  # nobody is asked for a turn
+        told = gpu.one_measure("town", "graph", 2, 0.01)
+    assert isinstance(told, str)
+    assert "\n" not in told
 
 
 def test_a_graph_that_was_not_captured_is_an_error():

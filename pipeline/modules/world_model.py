@@ -303,6 +303,6 @@ class WorldModel(nn.Module):
         told = said[..., sum(self.sizes[:2]) :]
         centred = told - told.mean(0)
         # The first axis: along the last one ONNX Runtime sums in an order that depends on where in
-        # memory a row stands.
-        squares = centred.square().permute(0, 2, 1).flatten(0, 1)
+        # memory a row stands. Member by member: PyTorch 2.11 exports no permuted batch of any size.
+        squares = torch.cat([member.t() for member in centred.square().unbind(0)])
         return squares.mean(0).clamp_min(1e-12).sqrt()

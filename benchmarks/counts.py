@@ -104,7 +104,9 @@ class Untrained:
 
     def blank(self, worlds: int, agents: int | None = None) -> AgentState:
         """Blank minds."""
-        return first_state(worlds, agents or self.shape.num_agents, *self.dims, self.device)
+        return first_state(
+            worlds, agents or self.shape.num_agents, *self.dims, self.shape.num_meters, self.device
+        )
 
     def start(self, worlds: int, seed: int = 0) -> tuple[TensorDict, RolloutCarry]:
         """Worlds at their first tick, and who plays them."""

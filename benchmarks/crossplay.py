@@ -57,7 +57,7 @@ def resident(checkout: Path) -> tuple[Params, Seating]:
             if not path.exists():
                 raise HamletError(f"{checkout / path} is not there", f"`dvc repro` in {checkout}")
         mind, blank, _ = make_mind(params, town)
-        policy: Any = load_policy(paths.WINNER, shape.pack_hash)[0]
+        policy: Any = load_policy(paths.WINNER, shape)[0]
     sizes = params.policy
     whole = Mind(
         mind.perceive, mind.imagine_tick, mind.read_others, policy, sizes.candidates, sizes.horizon

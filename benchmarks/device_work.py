@@ -109,7 +109,9 @@ def world_model(device: torch.device, given: Recorded) -> Told:
         lived, given.training, shape, PARAMS.perception.latent, params, SEED, Path("b.pt"), log
     )
     note()
-    report = evaluate_world_model(model, lived, given.held_out, given.training, 0.97, SEED)
+    report = evaluate_world_model(
+        model, lived, given.held_out, given.training, shape.num_meters, 0.97, SEED
+    )
     if device.type != "cpu":
         return {"rows": log.rows, "report": report}
     d = card["belief_dim"]
@@ -166,7 +168,8 @@ def mind_of(town: Any) -> tuple[Callable[[], Mind], Callable[..., Any]]:
     imagine, read = (load_frozen(path, device=device) for path in (WORLD_MODEL, SOCIAL))
     posted = timetable(town.pack)
     told = imagined_menu(imagine[0], shape, card["belief_dim"], posted.to(device), 6).cpu()
-    dims = card["recurrent_dim"], shape.num_others, read[1]["recurrent_dim"], device
+    recurrent = card["recurrent_dim"], shape.num_others, read[1]["recurrent_dim"]
+    dims = *recurrent, shape.num_meters, device
 
     def new() -> Mind:
         torch.manual_seed(SEED)

@@ -23,7 +23,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from hamlet.artifacts import HamletError, atomic_path, how_to_make
+from hamlet.artifacts import HamletError, atomic_path
 from hamlet.cli_registry import add_commands
 from hamlet.offline.cli import app as offline_app
 from hamlet.serving.command import card, serve
@@ -103,10 +103,10 @@ def play(
     from rich.progress import track
 
     from hamlet.serving.agent import OnnxAgent
-    from hamlet.town import Town, render_ascii, render_png
+    from hamlet.town import Town, pack_of_card, render_ascii, render_png
 
     player = OnnxAgent(trained(agent))
-    town = Town(_pack_of(player.card, agent), num_layouts=1, layout_seed=world + UNSEEN_MAPS)
+    town = Town(pack_of_card(player.card, agent), num_layouts=1, layout_seed=world + UNSEEN_MAPS)
     console = Console(highlight=False)
     returns = [0.0] * town.num_agents
     lived = [0] * town.num_agents
@@ -179,22 +179,6 @@ def _episode(town: Any, player: Any, seed: int, ticks: int) -> Iterator[tuple[An
 def _scene(picture: str, goals: list[str]) -> str:
     wishes = ", ".join(f"{i} {goal}" for i, goal in enumerate(goals) if goal)
     return f"{picture}\ngoals: {wishes}" if wishes else picture
-
-
-def _pack_of(card: dict[str, Any], agent: Path) -> Any:
-    """The pack the agent was trained in: that of params.yaml, else the one its card names."""
-    from hamlet.params import load_params
-    from hamlet.town import load_pack
-
-    here = Path("params.yaml")
-    pack = load_pack(load_params(here).town.pack if here.exists() else card["town"]["pack"])
-    if pack.content_hash != card["pack"]:
-        raise HamletError(
-            f"{agent} was trained in another town pack: its card says {card['pack']}, the pack in "
-            f"use is {pack.content_hash}",
-            how_to_make(agent),
-        )
-    return pack
 
 
 # ------------------------------------------------------------------------------------------------

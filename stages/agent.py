@@ -16,7 +16,6 @@ from hamlet.export.onnx import OPSET, export_mind, runtimes_of
 from hamlet.export.triton import write_repository
 from hamlet.modules.agent import AgentState, Mind, Thoughts
 from hamlet.modules.contracts import (
-    METERS,
     SOCIAL_REASONS,
     UNCERTAINTY_REASONS,
     RawObservation,
@@ -53,7 +52,7 @@ def limits(shape: TownShape) -> dict[str, list[float]]:
     }
 
 
-def blank(slots: int, recurrent_dim: int, others: int, social_dim: int) -> AgentState:
+def blank(slots: int, recurrent_dim: int, others: int, social_dim: int, meters: int) -> AgentState:
     zeros = torch.zeros(slots, dtype=torch.int64)
     return AgentState(
         belief=torch.zeros(slots, recurrent_dim),
@@ -62,7 +61,7 @@ def blank(slots: int, recurrent_dim: int, others: int, social_dim: int) -> Agent
         goal_age=zeros,
         clock=zeros,
         moved=zeros,
-        foreseen=torch.zeros(slots, METERS),
+        foreseen=torch.zeros(slots, meters),
         surprise=torch.zeros(slots),
         rng=zeros,
     )
@@ -147,7 +146,7 @@ def difference(a: Tensor, b: Tensor) -> float:
     return torch.where(both_forbidden, 0.0, gap).amax().item() if a.numel() else 0.0
 
 
-def assembled(shape: TownShape) -> tuple[Mind, dict[str, Any], tuple[int, int, int]]:
+def assembled(shape: TownShape) -> tuple[Mind, dict[str, Any], tuple[int, int, int, int]]:
     """The frozen A, B, C and the winner's D as one mind; their cards by kind; and the sizes of a
     blank mind.
 
@@ -162,7 +161,7 @@ def assembled(shape: TownShape) -> tuple[Mind, dict[str, Any], tuple[int, int, i
     }
     for kind, path in files.items():
         graphs[kind], cards[kind] = load_frozen(path, shape.pack_hash)
-    policy, parts = load_policy(paths.WINNER, shape.pack_hash)
+    policy, parts = load_policy(paths.WINNER, shape)
     decided = parts["prior"]
     for kind, path in files.items():
         if decided["upstream"][kind] != cards[kind]["sha256"]:
@@ -180,18 +179,19 @@ def assembled(shape: TownShape) -> tuple[Mind, dict[str, Any], tuple[int, int, i
         decided["candidates"],
         decided["horizon"],
     )
-    dims = cards["perception"]["recurrent_dim"], shape.num_others, cards["social"]["recurrent_dim"]
-    return mind, cards, dims
+    of_a, of_c = (cards[kind]["recurrent_dim"] for kind in ("perception", "social"))
+    return mind, cards, (of_a, shape.num_others, of_c, shape.num_meters)
 
 
 def export(
     mind: Mind,
-    shape: TownShape,
+    town: Town,
     cards: dict[str, Any],
     obs: RawObservation,
-    sizes: tuple[int, int, int],
+    sizes: tuple[int, int, int, int],
 ) -> None:
     """Write the mind as paths.AGENT with its card; `obs` are what some agents see."""
+    shape = TownShape.of(town)
     inputs = dict(
         zip(
             [*RawObservation._fields, *(STATE + name for name in AgentState._fields)],
@@ -213,6 +213,7 @@ def export(
         upstream={kind: card["sha256"] for kind, card in cards.items()},
         extra={
             "town": shape.to_dict(),
+            "resolved_pack": town.pack.model_dump(mode="json"),
             "opset": OPSET,
             "limits": limits(shape),
             "runtimes": runtimes_of(paths.AGENT),
@@ -271,7 +272,7 @@ def main() -> None:
         minds = blank(SURPRISED_WORLDS * shape.num_agents, *sizes)
         ticks, seed = s.params.agent.parity_ticks, s.params.seed + 3
         mind.surprise_limit = usual_surprise(mind, make_town(s.params), minds, ticks, seed)
-        export(mind, shape, cards, observation_from(town.observe(world), 2), sizes)
+        export(mind, town, cards, observation_from(town.observe(world), 2), sizes)
 
         agent = OnnxAgent(paths.AGENT)
         write_repository(paths.AGENT, agent.card, paths.TRITON)

@@ -20,10 +20,10 @@ def example_inputs(
     shape: TownShape, recurrent_dim: int, batch: int, rng: torch.Generator
 ) -> dict[str, Tensor]:
     """Random legal inputs of one tick of perception, by name."""
-    m = shape.num_others
+    m, view = shape.num_others, (batch, shape.view_side, shape.view_side)
     return {
-        "view": torch.randint(shape.num_cell_codes, (batch, 5, 5), generator=rng).to(torch.uint8),
-        "occupancy": torch.randint(3, (batch, 5, 5), generator=rng).to(torch.uint8),
+        "view": torch.randint(shape.num_cell_codes, view, generator=rng).to(torch.uint8),
+        "occupancy": torch.randint(3, view, generator=rng).to(torch.uint8),
         "self_state": torch.rand(batch, shape.self_dim, generator=rng),
         "cues": torch.randint(2, (batch, m, shape.num_cues), generator=rng).float(),
         "visible": torch.rand(batch, m, generator=rng) > 0.5,

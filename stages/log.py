@@ -78,7 +78,7 @@ class StageLog:
 
     def write(self, path: Path) -> None:
         """The curve as CSV, one row per recorded step, six significant digits."""
-        names = list(dict.fromkeys(name for row in self.rows for name in row))
+        names = list(dict.fromkeys(["step", *(name for row in self.rows for name in row)]))
         with atomic_path(path) as temporary, temporary.open("w", newline="") as file:
             writer = csv.DictWriter(file, names, lineterminator="\n")
             writer.writeheader()

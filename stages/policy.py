@@ -68,7 +68,7 @@ def make_mind(
 
     def blank(worlds: int, agents: int = shape.num_agents) -> AgentState:
         dims = a_card["recurrent_dim"], shape.num_others, c_card["recurrent_dim"]
-        return first_state(worlds, agents, *dims, town.device)
+        return first_state(worlds, agents, *dims, shape.num_meters, town.device)
 
     return mind, blank, [a_card, b_card, c_card]
 

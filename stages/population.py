@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hamlet.artifacts import atomic_dir, check_card, write_json
+from hamlet.artifacts import HamletError, atomic_dir, check_card, write_json
 from hamlet.export.frozen_policy import load_policy
 from hamlet.learning.population import (
     Characters,
@@ -67,8 +67,7 @@ class Society:
         self.members: list[Any] = []
 
     def join(self, number: int) -> None:
-        home, pack = self.home(number), self.shape.pack_hash
-        self.members.append(load_policy(home, pack, self.town.device)[0])
+        self.members.append(load_policy(self.home(number), self.shape, self.town.device)[0])
 
     def home(self, number: int) -> Path:
         return self.folder / f"member_{number}"
@@ -133,7 +132,7 @@ class Society:
         weights = torch.load(self.home(number - 1) / "weights.pt", weights_only=True)
         policy.load_state_dict(weights["policy"])
         critic.load_state_dict(weights["critic"])
-        visitor, _ = load_policy(self.home(0), self.shape.pack_hash, self.town.device)
+        visitor, _ = load_policy(self.home(0), self.shape, self.town.device)
         co_players = Strangers(
             self.characters(self.town, self.half, people),
             self.seat(visitor, self.half, self.shape.num_agents, imagines=False),
@@ -176,6 +175,12 @@ def main() -> None:
             "pipeline", extra=check_card(paths.POLICY / "weights.pt")["sha256"]
         )
         society = Society(s, folder)
+        if rounds and not society.half:
+            raise HamletError(
+                f"params.yaml: population.rounds is {rounds}, but in {society.shape.pack} an agent "
+                "is alone",
+                "set population.rounds to 0",
+            )
         people, met = founders(), dict[tuple[int, int], Tensor]()
         shutil.copytree(paths.POLICY, society.home(0), dirs_exist_ok=True)
         society.join(0)

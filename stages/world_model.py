@@ -48,9 +48,8 @@ def main() -> None:
         if not s.first:
             return
         calibrate(model, lived, recorded.held_out, seed)
-        numbers = evaluate_world_model(
-            model, lived, recorded.held_out, recorded.mortal, IMAGINED_DISCOUNT, seed
-        )
+        meters, worlds = recorded.shape.num_meters, (recorded.held_out, recorded.mortal)
+        numbers = evaluate_world_model(model, lived, *worlds, meters, IMAGINED_DISCOUNT, seed)
         d, k, a = upstream["belief_dim"], recorded.shape.self_dim, recorded.shape.num_actions
         freeze(
             model,

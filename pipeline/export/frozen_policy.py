@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hamlet.export.frozen import load_frozen
-from hamlet.modules.contracts import Features
+from hamlet.modules.contracts import Features, TownShape
 
 PARTS = ("prior", "ended", "weigh", "act")
 
@@ -23,12 +23,13 @@ class FrozenPolicy(nn.Module):
         ended: nn.Module,
         weigh: nn.Module,
         act: nn.Module,
+        num_meters: int,
         places: int,
         meta_period: int,
     ) -> None:
         super().__init__()
         self.prior, self.ended, self.weigh, self.act = prior, ended, weigh, act
-        self.places, self.meta_period = places, meta_period
+        self.num_meters, self.places, self.meta_period = num_meters, places, meta_period
 
     def prior_logits(self, f: Features) -> Tensor:
         return self.prior(*f)[0]
@@ -46,12 +47,17 @@ class FrozenPolicy(nn.Module):
 
 
 def load_policy(
-    folder: Path, pack: str, device: str | torch.device = "cpu"
+    folder: Path, shape: TownShape, device: str | torch.device = "cpu"
 ) -> tuple[FrozenPolicy, dict[str, dict[str, Any]]]:
     """D on a device, from the frozen graphs in `folder`, and their cards by part."""
-    loaded = {part: load_frozen(folder / f"{part}.pt2", pack, device) for part in PARTS}
+    loaded = {part: load_frozen(folder / f"{part}.pt2", shape.pack_hash, device) for part in PARTS}
     cards = {part: card for part, (_, card) in loaded.items()}
     graphs = {part: graph for part, (graph, _) in loaded.items()}
     card = cards["prior"]
-    policy = FrozenPolicy(**graphs, places=card["places"], meta_period=card["meta_period"])
+    policy = FrozenPolicy(
+        **graphs,
+        num_meters=shape.num_meters,
+        places=card["places"],
+        meta_period=card["meta_period"],
+    )
     return policy, cards

@@ -170,13 +170,14 @@ def agreement(one: OnnxAgent, two: OnnxAgent, lived: Sequence[Arrays]) -> float:
     return float(np.mean(equal))
 
 
-def live(agent: OnnxAgent, worlds: int, ticks: int) -> list[Arrays]:
-    """What the agent sees while it plays all inhabitants of some worlds of its town."""
+def live(path: Path, worlds: int, ticks: int) -> list[Arrays]:
+    """What an agent sees while it plays all inhabitants of some worlds of its town."""
     import torch
 
-    from hamlet.town import Town, load_pack
+    from hamlet.town import Town, pack_of_card
 
-    town = Town(load_pack(agent.card["town"]["pack"]), num_layouts=worlds, layout_seed=UNSEEN_MAPS)
+    agent = OnnxAgent(path)
+    town = Town(pack_of_card(agent.card, path), num_layouts=worlds, layout_seed=UNSEEN_MAPS)
     world, lived = town.reset(UNSEEN_MAPS, worlds), []
     state = agent.start(worlds * town.num_agents)
     names = [name for name in agent.inputs if not name.startswith(STATE)]
@@ -195,7 +196,7 @@ def main() -> None:
     path = Path(sys.argv[1] if len(sys.argv) > 1 else "artifacts/agent.onnx")
     target = path.with_suffix(".int8.onnx")
     try:
-        share = quantize(path, target, live(OnnxAgent(path), WORLDS, TICKS))
+        share = quantize(path, target, live(path, WORLDS, TICKS))
     except HamletError as error:
         raise SystemExit(str(error)) from None
     told = OnnxAgent(target).card["int8"]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hamlet.learning.rollout import Record
 from hamlet.modules.agent import AgentState, Mind
-from hamlet.modules.contracts import METERS, RawObservation, TownShape
+from hamlet.modules.contracts import RawObservation, TownShape
 from hamlet.modules.critic import Critic, privileged_features
 from hamlet.params import PolicyParams
 from hamlet.profiling import region
@@ -31,6 +31,7 @@ def first_state(
     recurrent_dim: int,
     others: int,
     social_dim: int,
+    meters: int,
     device: str | torch.device = "cpu",
 ) -> AgentState:
     """Blank minds, the worlds' clocks staggered so that few agents deliberate at a time."""
@@ -43,7 +44,7 @@ def first_state(
         goal_age=zeros,
         clock=torch.arange(worlds, device=device).repeat_interleave(agents),
         moved=zeros,
-        foreseen=torch.zeros(slots, METERS, device=device),
+        foreseen=torch.zeros(slots, meters, device=device),
         surprise=torch.zeros(slots, device=device),
         rng=zeros,
     )

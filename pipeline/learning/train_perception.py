@@ -46,7 +46,12 @@ def perception_loss(
 
     follows = weight * (~chunk["first"][after]).float()
     place = cross_entropy(location.movedim(2, -1), chunk["places"][now].long()).mean(-1)
-    seen = chunk["visible"][now].float().mean(-1) * weight
+    wrong = (meters - chunk["others_meters"][now]).square()
+    if wrong.shape[-2]:
+        others_meters = wrong.mean((-1, -2))
+        seen = chunk["visible"][now].float().mean(-1) * weight
+    else:  # an agent that is alone
+        others_meters, seen = torch.zeros_like(weight), weight
     kl = 0.5 * (mean.square() + (2 * log_std).exp() - 1 - 2 * log_std)
     occupied = F.binary_cross_entropy_with_logits(
         occupancy, (obs.occupancy[now].flatten(2) > 0).float(), reduction="none"
@@ -57,10 +62,7 @@ def perception_loss(
             "occupancy": (occupied.mean(-1), weight),
             "next_view": (drawn(next_view, obs.view[after]), follows),
             "places": (place, weight),
-            "others_meters": (
-                (meters - chunk["others_meters"][now]).square().mean((-1, -2)),
-                seen,
-            ),
+            "others_meters": (others_meters, seen),
             "kl": (kl[..., -module.latent :].mean(-1), weight),
         }
     )

@@ -58,7 +58,7 @@ from hamlet.learning.returns import gae
 from hamlet.learning.rollout import Record, Step, collect, fused_step, learn
 from hamlet.learning.update import Update
 from hamlet.modules.agent import AgentState, Mind
-from hamlet.modules.contracts import METERS, TownShape
+from hamlet.modules.contracts import TownShape
 from hamlet.modules.critic import Critic
 from hamlet.moving import moved, upload, uploaded
 from hamlet.params import CompileParams, PolicyParams
@@ -74,8 +74,8 @@ GOLDEN = 0.6180339887498949
 
 
 def goal_targets(town: Town) -> Tensor:
-    """float32 [G, 8]: the level at which the meter that an affordance restores most is enough."""
-    targets = torch.zeros(town.num_goals, METERS)
+    """float32 [G, N]: the level at which the meter that an affordance restores most is enough."""
+    targets = torch.zeros(town.num_goals, town.num_meters)
     for index, place in enumerate(town.pack.affordances):
         gain = dict.fromkeys(town.meter_names, 0.0)
         for meter, amount in place.effects_per_tick.items():

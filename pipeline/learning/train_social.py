@@ -85,7 +85,8 @@ def train_social(
     log: Log,
     until: int | None = None,
 ) -> Social:
-    """Train on the given worlds of `data` [T, B] (see `with_labels`).
+    """Train on the given worlds of `data` [T, B] (see `with_labels`); where an agent is alone there
+    is nothing to learn.
 
     Args:
         until: stop after so many of the steps; the checkpoint then goes on from there.
@@ -94,6 +95,8 @@ def train_social(
     torch.manual_seed(seed)
     device = data["action"].device
     model = Social(shape, params.hidden).to(device)
+    if not shape.num_others:
+        return model.eval()
     reader = SequenceReader(
         data, worlds, params.sequences, params.chunk, torch.Generator().manual_seed(seed)
     )

@@ -19,7 +19,7 @@ from hamlet.learning.returns import discounted
 from hamlet.learning.sequences import sent
 from hamlet.learning.sharded import Shared, shard
 from hamlet.learning.update import Update
-from hamlet.modules.contracts import METERS, TownShape
+from hamlet.modules.contracts import TownShape
 from hamlet.modules.world_model import ERROR_UNIT, WorldModel
 from hamlet.params import WorldModelParams
 from hamlet.profiling import region
@@ -126,7 +126,7 @@ def world_model_loss(model: WorldModel, window: TensorDict) -> tuple[Tensor, dic
         off = (p.known_state - truth["known_state"]).abs()
         before = (known - window["known_state"][t]).abs()
         after = (blind.known_state - truth["known_state"]).abs()
-        added = (after - before)[..., :METERS].mean(-1).detach().clamp_min(0)
+        added = (after - before)[..., : model.shape.num_meters].mean(-1).detach().clamp_min(0)
         tries = weight * (window["action"][t] == interact)
         # The likelihood of an error that is distributed exponentially.
         likelihood = added / ERROR_UNIT * (-p.log_error).exp() + p.log_error
@@ -271,12 +271,14 @@ def evaluate_world_model(
     experience: TensorDict,
     worlds: Tensor,
     mortal: Tensor,
+    meters: int,
     gamma: float,
     seed: int,
 ) -> dict[str, float]:
     """Report on held-out worlds, one tick and open-loop: predictions fed back, recorded actions.
 
-    Whether survival is foreseen is measured in the worlds `mortal`, where agents do die.
+    Whether survival is foreseen is measured in the worlds `mortal`, where agents do die; `meters`
+    is how many there are.
     """
     rng = torch.Generator().manual_seed(seed)
     result: dict[str, float] = {}
@@ -299,9 +301,9 @@ def evaluate_world_model(
     window = window[:, window["alive"][0]]
     mean, log_std, known = (window[key][0] for key in ("mean", "log_std", "known_state"))
     alive = torch.ones_like(window["alive"][0])
-    start = known[:, :METERS]
+    start = known[:, :meters]
     drift = (window["known_state"][1] - window["known_state"][0])[~window["done"][0]]
-    drift = drift[:, :METERS].mean(0)
+    drift = drift[:, :meters].mean(0)
     trust = torch.ones(len(alive), device=alive.device)
     lives, imagined, real = trust, torch.zeros_like(trust), torch.zeros_like(trust)
     for t in range(max(REPORT_TICKS)):
@@ -313,8 +315,8 @@ def evaluate_world_model(
         trust, lives, alive = trust * confidence, lives * cont, alive & ~window["done"][t]
         k = t + 1
         if k in REPORT_TICKS:
-            truth = window["known_state"][k][alive][:, :METERS]
-            error = (known[alive][:, :METERS] - truth).abs().mean(-1)
+            truth = window["known_state"][k][alive][:, :meters]
+            error = (known[alive][:, :meters] - truth).abs().mean(-1)
             persistence = (start[alive] - truth).abs().mean()
             drifted = ((start[alive] + k * drift).clamp(0, 1) - truth).abs().mean()
             result[f"meter_error_{k}"] = error.mean().item()

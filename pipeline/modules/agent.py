@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from hamlet.modules.categorical import log_prob_of, masked_logits
 from hamlet.modules.contracts import (
-    METERS,
     BeliefDistribution,
     Features,
     ImaginedFuture,
@@ -50,7 +49,7 @@ class AgentState(NamedTuple):
     moved: Tensor
     """int64 [.] the last action + 1; 0 at the start of a life."""
     foreseen: Tensor
-    """float32 [., 8] what the world model said the meters would be now; zeros where it was not
+    """float32 [., N] what the world model said the meters would be now; zeros where it was not
     asked, or another action was taken."""
     surprise: Tensor
     """float32 [.] how wrong it was of late: running mean of the worst meter's error."""
@@ -89,7 +88,7 @@ def should_switch_goal(prior: Tensor, goal: Tensor) -> Tensor:
 
 
 def foreseen(thoughts: Thoughts, goal: Tensor, action: Tensor) -> Tensor:
-    """float32 [., 8] the meters of the next tick in the imagined future of the goal int64 [.] that
+    """float32 [., N] the meters of the next tick in the imagined future of the goal int64 [.] that
     was chosen; zeros where none was imagined, or one with another first action than int64 [.]."""
     comes = (thoughts.candidates == goal[:, None]) & (
         thoughts.imagined_actions[..., 0] == action[:, None]
@@ -101,7 +100,8 @@ def foreseen(thoughts: Thoughts, goal: Tensor, action: Tensor) -> Tensor:
 
 def surprised(state: AgentState, known_state: Tensor) -> Tensor:
     """float32 [.] the surprise of `AgentState` after sensing known_state float32 [., K]."""
-    error = (known_state[:, :METERS] - state.foreseen).abs().amax(-1).clamp_max(SHOCK)
+    meters = state.foreseen.shape[1]
+    error = (known_state[:, :meters] - state.foreseen).abs().amax(-1).clamp_max(SHOCK)
     asked = state.foreseen.amax(-1) > 0
     mean = SURPRISE_KEPT * state.surprise + (1 - SURPRISE_KEPT) * error
     return torch.where(asked, mean, state.surprise)
@@ -110,6 +110,7 @@ def surprised(state: AgentState, known_state: Tensor) -> Tensor:
 class Deciding(Protocol):
     """Module D, as `modules.policy.Policy` in training and as `FrozenPolicy` afterwards."""
 
+    num_meters: int
     places: int
     meta_period: int
 
@@ -486,7 +487,7 @@ class Mind(nn.Module):
             self.policy.goal_logits(prior, candidates, returns, future.confidence),
             future.actions,
             future.rewards,
-            future.known_state[..., :METERS],
+            future.known_state[..., : self.policy.num_meters],
             returns,
             future.confidence,
             future.uncertainty_reason,

@@ -4,8 +4,9 @@ All contracts are named tuples of tensors with one leading batch dimension ``[.]
 worlds, flattened). Named tuples are what ``torch.export``, ``torch.compile`` and the ONNX exporter
 understand without registration, so the same type serves training, the frozen graphs and the agent.
 
-Sizes: K self-state fields, M other agents, C cue bits, A actions, F affordances, G goals,
-V cell codes, D belief dimensions (2 per affordance, LOOK, then L latent), R recurrent state.
+Sizes: N meters, K self-state fields (the meters first), M other agents, C cue bits, A actions, F
+affordances, G goals, S side of the view, V cell codes, D belief dimensions (2 per affordance, LOOK,
+then L latent), R recurrent state.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from torch import Tensor
 from hamlet.artifacts import HamletError
 from hamlet.moving import constant
 
-METERS = 8
 STEPS = {"UP": (0.0, -1.0), "DOWN": (0.0, 1.0), "LEFT": (-1.0, 0.0), "RIGHT": (1.0, 0.0)}
 """Cells to the right and down that an action moves; others move none."""
 LEADS = (0.0, 3.0, 6.0)
@@ -48,6 +48,8 @@ class TownShape:
     num_cell_codes: int
     num_cues: int
     self_dim: int
+    vision: int
+    """Cells that the view shows to each side."""
     lifespan: int
     pack: str
     pack_hash: str
@@ -59,10 +61,22 @@ class TownShape:
     self_names: tuple[str, ...]
     telling_cues: tuple[int, ...]
     """The cues that tell which place their bearer is at, those that tell it best last."""
+    vital_meters: tuple[int, ...]
+    """The meters whose running out ends a life."""
+    paid_in: int
+    """The meter in which prices are."""
 
     @property
     def num_others(self) -> int:
         return self.num_agents - 1
+
+    @property
+    def num_meters(self) -> int:
+        return len(self.meter_names)
+
+    @property
+    def view_side(self) -> int:
+        return 2 * self.vision + 1
 
     @property
     def num_cells(self) -> int:
@@ -81,6 +95,7 @@ class TownShape:
             num_cell_codes=town.num_cell_codes,
             num_cues=town.num_cues,
             self_dim=town.self_dim,
+            vision=town.vision,
             lifespan=town.lifespan,
             pack=town.pack.name,
             pack_hash=town.pack.content_hash,
@@ -91,6 +106,8 @@ class TownShape:
             cue_names=tuple(town.cue_names),
             self_names=tuple(town.self_names),
             telling_cues=tuple(town.telling_cues),
+            vital_meters=tuple(town.vital_meters),
+            paid_in=town.paid_in,
         )
 
     @classmethod
@@ -106,12 +123,12 @@ class RawObservation(NamedTuple):
     """What one agent senses in one tick. Nothing here is privileged."""
 
     view: Tensor
-    """uint8 [., 5, 5] cell codes around the agent, row dy+2, column dx+2: 0 empty, 1..F affordance,
-    F+1 outside the map."""
+    """uint8 [., S, S] cell codes around the agent, which is in the middle, by row and column: 0
+    empty, 1..F affordance, F+1 outside the map."""
     occupancy: Tensor
-    """uint8 [., 5, 5] number of other living agents in the cell."""
+    """uint8 [., S, S] number of other living agents in the cell."""
     self_state: Tensor
-    """float32 [., K] eight meters in [0, 1], position / (size - 1), sin and cos of the hour,
+    """float32 [., K] the meters in [0, 1], position / (size - 1), sin and cos of the hour,
     interaction progress / 10, age / lifespan, blocked flag."""
     cues: Tensor
     """float32 [., M, C] public cue bits of the others, zero when not visible."""
@@ -189,7 +206,7 @@ class Goal(NamedTuple):
     priority: Tensor
     """float32 [.] probability that the meta-controller gave it."""
     target_meters: Tensor
-    """float32 [., 8] meter levels at which the goal counts as reached (0 = not asked for)."""
+    """float32 [., N] meter levels at which the goal counts as reached (0 = not asked for)."""
     age: Tensor
     """int64 [.] ticks since it was chosen."""
 
@@ -214,13 +231,17 @@ class Features(NamedTuple):
 
 
 def rivals_of(social: SocialPrediction) -> Tensor:
-    """float32 [., G] from a `SocialPrediction`."""
+    """float32 [., G] from a `SocialPrediction`; zeros where there are no others."""
+    if not social.goal_dist.shape[-2]:
+        return social.goal_dist.new_zeros(*social.goal_dist.shape[:-2], social.goal_dist.shape[-1])
     return (social.goal_dist * social.confidence.unsqueeze(-1)).sum(-2)
 
 
 def others_of(x: Tensor) -> Tensor:
     """[T, B, N, ...] -> [T, B, N, N-1, ...]: for every agent, the others in slot order."""
     n = x.shape[2]
+    if n == 1:
+        return x.unsqueeze(3)[:, :, :, :0]
     others = [[j for j in range(n) if j != i] for i in range(n)]
     index = constant(others, torch.int64, x.device)
     return x[:, :, index]
@@ -244,10 +265,10 @@ OBSERVATION_DTYPES = {
 
 def observation_shapes(shape: TownShape) -> dict[str, tuple[int, ...]]:
     """Trailing shape of every observation field, without the batch."""
-    m = shape.num_others
+    m, side = shape.num_others, shape.view_side
     return {
-        "view": (5, 5),
-        "occupancy": (5, 5),
+        "view": (side, side),
+        "occupancy": (side, side),
         "self_state": (shape.self_dim,),
         "cues": (m, shape.num_cues),
         "visible": (m,),

@@ -14,7 +14,7 @@ from hamlet.moving import constant
 
 
 def privileged_dim(shape: TownShape) -> int:
-    return shape.num_agents * 11 + 2 * shape.num_affordances + 3 + shape.num_affordances
+    return shape.num_agents * (shape.num_meters + 3) + 3 * shape.num_affordances + 3
 
 
 def privileged_features(town: Any, shape: TownShape, state: TensorDict) -> Tensor:

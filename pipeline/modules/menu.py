@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hamlet.modules.contracts import METERS, PLACE_STD_MIN, PROGRESS, TownShape
+from hamlet.modules.contracts import PLACE_STD_MIN, PROGRESS, TownShape
 
 HOURS_ASKED = 8
 
@@ -26,8 +26,8 @@ def imagined_menu(
     timetable: Tensor,
     start_hour: int,
 ) -> Tensor:
-    """float32 [F, 2 * 8 + 1] of each place: what a tick of use gives to each meter, what the last
-    tick gives beyond that, the ticks a whole use takes.
+    """float32 [F, 2N + 1] of each place: what a tick of use gives to each of the N meters, what the
+    last tick gives beyond that, the ticks a whole use takes.
 
     The meters are asked at a half, so that none is full or empty. The price is not part of it: the
     posted one of the hour asked is given back.
@@ -50,7 +50,7 @@ def imagined_menu(
     elsewhere = 0.5 * (1 - torch.eye(f, device=device)).unsqueeze(-1).expand(f, f, 2)
     mean[..., : 2 * f] = elsewhere.flatten(1)[:, None, None]
     known = torch.zeros(*size, shape.self_dim, device=device)
-    known[..., : METERS + 2] = 0.5  # the meters, and in the middle of the map
+    known[..., : shape.num_meters + 2] = 0.5  # the meters, and in the middle of the map
     for name, value in {
         "sin_hour": hour.sin().unsqueeze(1),
         "cos_hour": hour.cos().unsqueeze(1),
@@ -65,9 +65,9 @@ def imagined_menu(
         return imagine_tick(*state, chosen)[2].unflatten(0, size)
 
     used, waited = after("INTERACT"), after("WAIT")
-    gain = (used - waited)[..., :METERS]
+    gain = (used - waited)[..., : shape.num_meters]
     price = timetable[tick, torch.arange(f, device=device).unsqueeze(-1), 2]
-    gain[..., shape.meter_names.index("money")] += price.unsqueeze(1)
+    gain[..., shape.paid_in] += price.unsqueeze(1)
     gain = gain.mean(2)
     # A use is whole when progress does not go on.
     progress = 10 * used[..., names.index("progress")].mean(2)
@@ -83,11 +83,12 @@ def menu_error(imagined: Tensor, true: Tensor) -> float:
     """How far what whole uses give is from the truth, as a share of what they give.
 
     Args:
-        imagined, true: float32 [F, 2 * 8 + 1] as `imagined_menu` returns it.
+        imagined, true: float32 [F, 2N + 1] as `imagined_menu` returns it.
     """
 
     def whole(menu: Tensor) -> Tensor:
-        per_tick, finished, duration = menu.split([METERS, METERS, 1], -1)
+        meters = menu.shape[-1] // 2
+        per_tick, finished, duration = menu.split([meters, meters, 1], -1)
         return per_tick * duration + finished
 
     return ((whole(imagined) - whole(true)).abs().sum() / whole(true).abs().sum()).item()

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from hamlet.frontier import where_to_look
 from hamlet.modules.contracts import (
     LOOK,
-    METERS,
     OFFSET_UNIT,
     PLACE_STD_MIN,
     BeliefDistribution,
@@ -27,9 +26,6 @@ from hamlet.modules.contracts import (
 )
 from hamlet.moving import constant
 
-VISION = 2  # cells that the view shows to each side
-SIDE = 2 * VISION + 1
-VIEW = SIDE * SIDE
 LOG_STD_MIN = -5.0
 LOG_STD_MAX = 2.0
 LOCATION_SCALE = 60.0  # certainty needs log-odds of 10 to 20: far for steps of a few thousandths
@@ -57,9 +53,10 @@ class Perception(nn.Module):
     def __init__(self, shape: TownShape, hidden: int, latent: int) -> None:
         super().__init__()
         self.shape, self.hidden, self.latent = shape, hidden, latent
+        view_x, view_y = view_offsets(shape.vision)
         m, c = shape.num_others, shape.num_cues
         self.cell_embedding = nn.Embedding(shape.num_cell_codes, 8)
-        self.view_encoder = nn.Sequential(nn.Linear(VIEW * 9, 96), nn.ReLU())
+        self.view_encoder = nn.Sequential(nn.Linear(len(view_x) * 9, 96), nn.ReLU())
         self.self_encoder = nn.Sequential(nn.Linear(shape.self_dim + m * (c + 3), 64), nn.ReLU())
         self.gru = nn.GRUCell(96 + 64, hidden)
         self.to_latent = nn.Linear(hidden, 2 * latent)
@@ -76,9 +73,8 @@ class Perception(nn.Module):
         for place, cue in enumerate(shape.telling_cues):
             rank[cue] = place + 1
         self.register_buffer("telling_rank", rank, persistent=False)
-        in_view = torch.arange(VIEW)
-        self.register_buffer("view_x", in_view % SIDE - VISION, persistent=False)
-        self.register_buffer("view_y", in_view // SIDE - VISION, persistent=False)
+        self.register_buffer("view_x", view_x, persistent=False)
+        self.register_buffer("view_y", view_y, persistent=False)
         is_x = torch.tensor([True, False]).repeat(shape.num_affordances)
         self.register_buffer("is_x", is_x, persistent=False)
         self.register_buffer("cached_odds", None, persistent=False)
@@ -95,8 +91,9 @@ class Perception(nn.Module):
         """int64 [.], [.]: the agent's column and row, from its self-state; on the map whatever a
         client says."""
         last_x, last_y = self.shape.width - 1, self.shape.height - 1
-        x = (self_state[:, METERS] * last_x).round().long().clamp(0, last_x)
-        y = (self_state[:, METERS + 1] * last_y).round().long().clamp(0, last_y)
+        at = self.shape.num_meters
+        x = (self_state[:, at] * last_x).round().long().clamp(0, last_x)
+        y = (self_state[:, at + 1] * last_y).round().long().clamp(0, last_y)
         return x, y
 
     def update_map(self, view: Tensor, self_state: Tensor, memory: Tensor) -> Tensor:
@@ -106,7 +103,7 @@ class Perception(nn.Module):
         width, height = self.shape.width, self.shape.height
         on_map = (column >= 0) & (column < width) & (row >= 0) & (row < height)
         seen = view.flatten(1).to(memory.dtype) + 1
-        own = seen[:, VIEW // 2, None]  # written again in place of what is not on the map
+        own = seen[:, seen.shape[1] // 2, None]  # written again in place of what is not on the map
         cell = torch.where(on_map, row * width + column, y * width + x)
         return memory.scatter(1, cell, torch.where(on_map, seen, own))
 
@@ -206,7 +203,7 @@ class Perception(nn.Module):
         the map of which nothing is known."""
         unseen = (memory == 0).to(memory.dtype)
         cells = unseen.unflatten(1, (self.shape.height, self.shape.width))
-        dx, dy = where_to_look(cells, *self.position(self_state), VISION)
+        dx, dy = where_to_look(cells, *self.position(self_state), self.shape.vision)
         share = unseen.mean(1)
         return torch.stack([dx / self.shape.width, dy / self.shape.height, share], 1)
 
@@ -281,6 +278,13 @@ class Perception(nn.Module):
         return (mean - here).float() * unit, log_std
 
 
+def view_offsets(vision: int) -> tuple[Tensor, Tensor]:
+    """int64 [S * S], [S * S]: how far right and down each cell of the view is, row by row."""
+    side = 2 * vision + 1
+    in_view = torch.arange(side * side)
+    return in_view % side - vision, in_view // side - vision
+
+
 class Packed(NamedTuple):
     """Several small sums in one addition: rows of numbers side by side in the bits of others."""
 
@@ -323,36 +327,36 @@ class PerceptionHeads(nn.Module):
         super().__init__()
         self.shape = shape
         known = belief_dim + shape.self_dim
+        cells = torch.stack(view_offsets(shape.vision), -1).float()
+        view = len(cells)
 
         def decoder(inputs: int, outputs: int) -> nn.Sequential:
             return nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, outputs))
 
-        self.background = decoder(known + 2, VIEW * 2)  # empty ground or outside the map
+        self.background = decoder(known + 2, view * 2)  # empty ground or outside the map
         self.sharpness = nn.Parameter(torch.tensor(8.0))
         self.step = nn.Embedding(shape.num_actions, 2)
         nn.init.zeros_(self.step.weight)  # begin with: nothing moves
         self.succeeds = decoder(known + shape.num_actions, 1)
-        self.occupancy = decoder(known, VIEW)
-        self.others_meters = decoder(known, shape.num_others * METERS)
-        column = torch.arange(VIEW) % SIDE - VISION
-        row = torch.arange(VIEW) // SIDE - VISION
-        cells = torch.stack([column, row], -1).float()
+        self.occupancy = decoder(known, view)
+        self.others_meters = decoder(known, shape.num_others * shape.num_meters)
         self.register_buffer("view_cells", cells, persistent=False)
 
     def draw(self, belief: Tensor, known: Tensor, step: Tensor) -> Tensor:
-        """View logits [., 25, V] after moving by `step` [., 2] cells."""
+        """View logits [., S * S, V] after moving by `step` [., 2] cells."""
         size = constant((self.shape.width, self.shape.height), belief.dtype, belief.device)
         places = belief[..., : 2 * self.shape.num_affordances].unflatten(-1, (-1, 2)) * size
         distance = self.view_cells[:, None] - (places - step.unsqueeze(-2)).unsqueeze(-3)
         there = (-2 * distance.square().sum(-1)).exp() * self.sharpness * 2 - self.sharpness
-        ground = self.background(torch.cat([belief, known, step], -1)).unflatten(-1, (VIEW, 2))
+        ground = self.background(torch.cat([belief, known, step], -1)).unflatten(-1, (-1, 2))
         return torch.cat([ground[..., :1], there, ground[..., 1:]], -1)
 
     def forward(
         self, belief: Tensor, known: Tensor, action: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """belief [., D] sample, known [., K], action int64 [.] -> view logits [., 25, V], occupancy
-        logits [., 25], next view logits [., 25, V], other agents' meters [., M, 8]."""
+        """belief [., D] sample, known [., K], action int64 [.] -> view logits [., S * S, V],
+        occupancy logits [., S * S], next view logits [., S * S, V], other agents' meters
+        [., M, N]."""
         both = torch.cat([belief, known], -1)
         chosen = F.one_hot(action, self.shape.num_actions).float()
         succeeds = self.succeeds(torch.cat([both, chosen], -1)).sigmoid()
@@ -361,5 +365,5 @@ class PerceptionHeads(nn.Module):
             self.draw(belief, known, torch.zeros_like(step)),
             self.occupancy(both),
             self.draw(belief, known, step),
-            self.others_meters(both).unflatten(-1, (self.shape.num_others, METERS)),
+            self.others_meters(both).unflatten(-1, (self.shape.num_others, self.shape.num_meters)),
         )

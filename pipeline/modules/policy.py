@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hamlet.modules.contracts import LEADS, LOOK, METERS, STEPS, Features, TownShape
+from hamlet.modules.contracts import LEADS, LOOK, STEPS, Features, TownShape
 from hamlet.moving import columns, constant
 
 LOGIT_CAP = 15.0
@@ -24,8 +24,6 @@ HOUR_UNITS = (1 / 12, 1 / 12, 10.0)
 PLACE_FACTS = 16
 DOUBT = -3.5
 """log_std in map sizes from which on a place is not known; it is surely unknown 1 above it."""
-VITAL = ("energy", "health")
-"""Meters whose lack is an emergency."""
 BROKE, FRESH, IDLING, EARNING = 0.12, 0.9, -3.0, 2.0
 """With money under the first and energy under the second, resting and what earns money are thought
 so much likelier (nats) than imitation says."""
@@ -38,14 +36,14 @@ class Policy(nn.Module):
         shape: sizes of the town.
         belief_dim: D.
         width: hidden units.
-        goal_targets: float32 [G, 8] meter levels at which each goal counts as reached (0 = not
+        goal_targets: float32 [G, N] meter levels at which each goal counts as reached (0 = not
             asked for).
         timetable: float32 [lifespan + 1, F, 3] of every tick of a life: ticks until each place
             opens, ticks it then stays open, what a tick of using it costs.
-        menu: float32 [F, 2 * 8 + 1] what a use of each place gives: to each meter per tick, to each
-            on completion, the ticks it takes.
+        menu: float32 [F, 2N + 1] what a use of each place gives: to each of the N meters per tick,
+            to each on completion, the ticks it takes.
         meta_period: ticks between deliberations, and the maximal age of a goal.
-        emergency: level of energy or health under which a goal that does not serve it is dropped.
+        emergency: level of a vital meter under which a goal that does not serve it is dropped.
     """
 
     goal_targets: Tensor
@@ -67,6 +65,7 @@ class Policy(nn.Module):
     ) -> None:
         super().__init__()
         self.shape, self.meta_period, self.emergency = shape, meta_period, emergency
+        self.num_meters = shape.num_meters
         self.places = 2 * shape.num_affordances
         self.exploring = shape.goal_names.index("explore")
         self.age = shape.self_names.index("age")
@@ -76,9 +75,11 @@ class Policy(nn.Module):
         self.goal_prior = GoalScores(
             base + elsewhere, shape.num_affordances, shape.num_goals, width
         )
-        self.money = shape.meter_names.index("money")
-        self.energy = shape.meter_names.index("energy")
-        self.vital = [shape.meter_names.index(name) for name in VITAL]
+        self.money, self.vital = shape.paid_in, shape.vital_meters
+        names, costs = shape.meter_names, bool(timetable[..., 2].any())
+        self.energy = None
+        if "energy" in names and (costs or "money" in names):
+            self.energy = names.index("energy")
         self.prospects = Prospects(menu, self.money)
         self.controller = mlp(base + shape.num_goals + 8, width, shape.num_actions)
         # How much an imagined advantage speaks for a goal: starts at no influence.
@@ -142,7 +143,7 @@ class Policy(nn.Module):
         count = self.shape.num_affordances
         pursued, hours = self._pursued(f)[..., :count], self.posted_hours(f)
         progress = 10 * f.known_state[..., self.progress, None] * there * (1 - doubt)
-        meters = f.known_state[..., :METERS]
+        meters = f.known_state[..., : self.num_meters]
         wait = self.prospects.wait(f.ahead) * (1 - doubt)
         rate = 10 * self.prospects(meters, walk, progress, wait, pursued, nearer, hours)
         far = steps / (self.shape.width + self.shape.height)
@@ -160,8 +161,10 @@ class Policy(nn.Module):
 
         Nearly all ends late in life that a trained agent had without this rule, and its teacher had
         not, began so: without money, resting. Not a part of what imitation fits, which would only
-        learn to make up for it.
+        learn to make up for it. In a town without money or energy it says nothing.
         """
+        if self.energy is None:
+            return known_state.new_zeros(self.shape.num_goals)
         broke = known_state[..., self.money, None] < BROKE
         tired = known_state[..., self.energy, None] < FRESH
         return (broke & tired) * self.low_money_biases
@@ -210,10 +213,10 @@ class Policy(nn.Module):
         """bool [.]: there is none yet (age 0), its target is reached, it is too old, or there is an
         emergency.
 
-        An emergency is energy or health under the limit while the goal does not ask for it; it
-        gives every goal two ticks, so that a way out can begin.
+        An emergency is a vital meter under the limit while the goal does not ask for it; it gives
+        every goal two ticks, so that a way out can begin.
         """
-        meters = known_state[..., :METERS]
+        meters = known_state[..., : self.num_meters]
         target = self.goal_targets[goal]
         asked = target > 0
         reached = asked.any(-1) & ((meters >= target) | ~asked).all(-1)
@@ -271,18 +274,18 @@ class Prospects(nn.Module):
     """
 
     menu: Tensor
-    """float32 [2 * 8 + 1, F], as `Policy` is given it but with the places innermost."""
+    """float32 [2N + 1, F], as `Policy` is given it but with the places innermost."""
     paid_in: Tensor
 
     def __init__(self, menu: Tensor, money: int) -> None:
         super().__init__()
-        self.money = money
+        self.money, self.meters = money, menu.shape[1] // 2
         self.register_buffer("menu", menu.t().contiguous())
-        self.register_buffer("paid_in", torch.eye(METERS)[money])
-        self.worth = nn.Parameter(torch.full((METERS,), 0.3))
-        self.fear = nn.Parameter(torch.ones(METERS))
-        self.comfort = nn.Parameter(torch.full((METERS,), 0.5))
-        self.drain = nn.Parameter(torch.full((METERS,), 0.3))
+        self.register_buffer("paid_in", torch.eye(self.meters)[money])
+        self.worth = nn.Parameter(torch.full((self.meters,), 0.3))
+        self.fear = nn.Parameter(torch.ones(self.meters))
+        self.comfort = nn.Parameter(torch.full((self.meters,), 0.5))
+        self.drain = nn.Parameter(torch.full((self.meters,), 0.3))
         """In hundredths per tick."""
         self.overhead = nn.Parameter(torch.ones(()))
         self.queue = nn.Parameter(torch.ones(()))
@@ -303,7 +306,7 @@ class Prospects(nn.Module):
         return reduce(torch.add, waits)
 
     def gained(self, meters: Tensor, change: Tensor) -> Tensor:
-        """float32 [., F]: what a `change` of `meters`, both [., 8, F], is worth.
+        """float32 [., F]: what a `change` of `meters`, both [., N, F], is worth.
 
         Worked out from the change, meter by meter: the difference of two values, each some hundred
         times what is gained, would be mostly rounding.
@@ -328,12 +331,12 @@ class Prospects(nn.Module):
         """float32 [., F].
 
         Args:
-            meters: float32 [., 8]; of each place float32 [., F]: walk, steps to it; progress, ticks
+            meters: float32 [., N]; of each place float32 [., F]: walk, steps to it; progress, ticks
             of its use that are done; wait, ticks to wait there for others; pursued, 1 where it is
             the goal; nearer, 1 where the last step led to it; hours: float32 [., 3, F] as `Policy`
             posts them.
         """
-        per_tick, finished, duration = self.menu.split([METERS, METERS, 1])
+        per_tick, finished, duration = self.menu.split([self.meters, self.meters, 1])
         units = constant(HOUR_UNITS, hours.dtype, hours.device)
         until, left, price = (hours / units.unsqueeze(-1)).unbind(-2)
         remaining = (duration.squeeze(0) - progress).clamp_min(1.0)

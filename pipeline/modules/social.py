@@ -81,6 +81,10 @@ class Social(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """goal logits [., M, G], next action logits [., M, A], state [., M, recurrent_dim]."""
         m, f = self.shape.num_others, self.shape.num_affordances
+        if not m:
+            sizes = self.shape.num_goals, self.shape.num_actions
+            goal, action = (mean.new_zeros(mean.shape[0], 0, size) for size in sizes)
+            return goal, action, recurrent_state.clone()
         seen = visible.unsqueeze(-1).to(mean.dtype)
         x, y = self.offsets(mean, others_offset)
         doubt_x, doubt_y = log_std[:, 0 : self.places : 2], log_std[:, 1 : self.places : 2]
@@ -136,6 +140,10 @@ class Social(nn.Module):
             others_action,
             recurrent_state,
         )
+        if not self.shape.num_others:
+            nobody = mean.new_zeros(mean.shape[0], 0)
+            ahead = mean.new_zeros(mean.shape[0], self.shape.num_affordances, len(LEADS))
+            return goal, action, nobody, nobody.long(), ahead, state
         goal_dist = goal.softmax(-1)
         entropy = -(goal_dist * goal_dist.clamp_min(1e-9).log()).sum(-1)
         conflicting = visible & (entropy > CONFLICT_ENTROPY * math.log(goal.shape[-1]))

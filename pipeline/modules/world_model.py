@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hamlet.modules.contracts import LOOK, METERS, PROGRESS, TownShape
+from hamlet.modules.contracts import LOOK, PROGRESS, TownShape
 from hamlet.moving import constant
 
 HOURS = 24
@@ -104,6 +104,7 @@ class WorldModel(nn.Module):
         # To this module all of the belief but the places is one latent.
         self.shape, self.latent, self.members = shape, LOOK + latent, members
         f, k, a = shape.num_affordances, shape.self_dim, shape.num_actions
+        meters = shape.num_meters
         self.places = 2 * f
         d = self.places + self.latent
         self.sizes = [d, self.places, k, 1, 1, a, 1, 1]
@@ -115,10 +116,10 @@ class WorldModel(nn.Module):
                 EnsembleLinear(members, width, sum(self.sizes)),
             ]
         )
-        self.effects = Rule(f * PROGRESS + f + 2 * a + METERS * KNOTS + k + 1, k, RULE_UNIT)
+        self.effects = Rule(f * PROGRESS + f + 2 * a + meters * KNOTS + k + 1, k, RULE_UNIT)
         self.shift = Rule(a, self.places, RULE_UNIT)
-        self.worth = Rule(METERS * METERS + METERS + 1, 1)
-        self.survival = Rule(METERS + 1, 1, 10.0)
+        self.worth = Rule(meters * meters + meters + 1, 1)
+        self.survival = Rule(meters + 1, 1, 10.0)
         self.open = nn.Parameter(torch.zeros(HOURS, f))
         self.legal = Rule(1 + 4, a, 10.0)
         angle = torch.arange(HOURS) * (2 * torch.pi / HOURS)
@@ -197,13 +198,14 @@ class WorldModel(nn.Module):
         stage = level((progress - ticks).abs())
         using = (used.unsqueeze(-1) * stage.unsqueeze(-2)).flatten(-2)
         knots = torch.arange(1, KNOTS + 1, device=mean.device).to(mean.dtype) / KNOTS
-        low = F.relu(knots - known_state[..., :METERS].unsqueeze(-1)).flatten(-2)
+        count = self.shape.num_meters
+        low = F.relu(knots - known_state[..., :count].unsqueeze(-1)).flatten(-2)
         facts = [using, used, refused, chosen, chosen * progress, low, known_state]
         d_known = d_known + self.effects(torch.cat(facts, -1))
-        meters, rest = (known_state + d_known).split([METERS, self.shape.self_dim - METERS], -1)
+        meters, rest = (known_state + d_known).split([count, self.shape.self_dim - count], -1)
 
         # A life ends with a meter, or with age; rewards are products of meters in most packs.
-        age = rest[..., self.shape.self_names.index("age") - METERS, None].detach()
+        age = rest[..., self.shape.self_names.index("age") - count, None].detach()
         old = (age * self.shape.lifespan - (self.shape.lifespan - 1)).clamp(0.0, 1.0)
         ends = torch.cat([(-50 * F.relu(meters + 0.02)).exp(), old], -1)
         cont = cont + self.survival(ends)

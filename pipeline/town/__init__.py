@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hamlet.town.counter import counter_uniform
-    from hamlet.town.load import load_pack
+    from hamlet.town.load import load_pack, pack_of_card
     from hamlet.town.players import Scripted
     from hamlet.town.render import render_ascii, render_png, save_gif
     from hamlet.town.schema import Pack, PackError
@@ -23,6 +23,7 @@ _HOMES = {
     "Town": "town",
     "counter_uniform": "counter",
     "load_pack": "load",
+    "pack_of_card": "load",
     "render_ascii": "render",
     "render_png": "render",
     "save_gif": "render",
@@ -35,6 +36,7 @@ __all__ = [
     "Town",
     "counter_uniform",
     "load_pack",
+    "pack_of_card",
     "render_ascii",
     "render_png",
     "save_gif",

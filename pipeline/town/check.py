@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from pydantic import ValidationError
 
-from hamlet.town.schema import Affordance, Pack, PackError
+from hamlet.town.schema import GOALS, SENSED, Affordance, Pack, PackError
 
 
 def build_pack(content: dict[str, Any], source: str) -> Pack:
@@ -61,6 +61,13 @@ class Checker:
 
     def unique_names(self) -> None:
         pack = self.pack
+        for what, taken, names in (
+            ("meters", SENSED, pack.meter_names),
+            ("affordances", GOALS, pack.affordance_names),
+        ):
+            for name in names:
+                if name in taken:
+                    self.fail(what, f"{name!r} is already a name of ours; use another one")
         for what, names in (
             ("meters", pack.meter_names),
             ("affordances", pack.affordance_names),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hamlet.town import tables
 from hamlet.town.cues import CueRules, telling_cues
-from hamlet.town.schema import Pack
+from hamlet.town.schema import GOALS, SENSED, Pack
 from hamlet.town.tables import Column
 
 
@@ -41,17 +41,16 @@ class TownConstants:
         self.action_names, self.num_actions = pack.action_names, len(pack.action_names)
         self.affordance_names = pack.affordance_names
         self.num_affordances = len(pack.affordances)
-        self.goal_names = (*pack.affordance_names, "rest", "explore")
+        self.goal_names = (*pack.affordance_names, *GOALS)
         self.num_goals = len(self.goal_names)
         self.num_cell_codes = self.num_affordances + 2
         self.meter_names, self.num_meters = pack.meter_names, len(pack.meters)
         self.cue_names, self.num_cues = tuple(c.name for c in pack.cues), len(pack.cues)
         self.telling_cues = telling_cues(pack.cues)
-        self.self_names = (
-            *pack.meter_names, "x", "y", "sin_hour", "cos_hour", "progress", "age", "blocked",
-        )  # fmt: skip
+        self.self_names = (*pack.meter_names, *SENSED)
         self.self_dim = len(self.self_names)
         self.vision = pack.vision
+        self.vital_meters, self.paid_in = pack.vital_meters, pack.paid_in
 
         if layouts is None:
             layouts = tables.draw_layouts(pack, num_layouts, layout_seed)

@@ -25,6 +25,7 @@ STREAM_WANDER, STREAM_VISIT = 8192, 12288
 STRETCH = 16  # ticks for which a wandering mood lasts
 VISIT = 32  # ticks for which an interest in a place lasts
 NEEDS, WELL = ("energy", "satiation", "health"), 0.3  # that much of each: time for a visit
+STRONG = 0.35  # that much energy: strength to wander
 
 Fields = dict[str, Tensor]
 
@@ -122,6 +123,10 @@ class Expert:
             ).view(-1, 1, 1, 1)
             for prices in (pack.move_price, pack.interact_price)
         )
+        needs = [*NEEDS, *(pack.meter_names[vital] for vital in pack.vital_meters)]
+        index = town.meter_index
+        self.needs = sorted({index[name] for name in needs if name in index})
+        self.strength = [index["energy"]] if "energy" in index else list(pack.vital_meters)
         self.moving_costs = any(pack.move_price.values())
         self.using_costs = any(pack.interact_price.values())
 
@@ -395,8 +400,8 @@ class Expert:
         mood = draw(s, STREAM_WANDER + agent, block) < mind.p["wander"]
         spot = draw(s, STREAM_WANDER + 64 + agent, block) * self.cells
         wx, wy = spot.long() % town.width - x, spot.long() // town.width - y
-        energy = s["meters"][0]
-        wanders = mood & (energy > 0.35) & ((wx != 0) | (wy != 0)) & (s["progress"] == 0)
+        strong = least(s["meters"], self.strength) > STRONG
+        wanders = mood & strong & ((wx != 0) | (wy != 0)) & (s["progress"] == 0)
         return wanders, step_towards(wx, wy)
 
     def visit(
@@ -413,8 +418,7 @@ class Expert:
         place = (draw(s, STREAM_VISIT + 64 + agent, block) * town.num_affordances).long()
         place = torch.where(s["progress"] > 0, s["last_affordance"], place).clamp(min=0)[None]
         place = place.long()
-        needs = [s["meters"][town.meter_index[m]] for m in NEEDS if m in town.meter_index]
-        well = torch.stack(needs).amin(0) > WELL
+        well = least(s["meters"], self.needs) > WELL
         visits = mood & well & (rate.gather(0, place)[0] > -1e8)
         return visits, place[0], self.go(ways, place, rest_action)
 
@@ -428,6 +432,11 @@ def draw(s: Fields, stream: Tensor | int, tick: Tensor | None = None) -> Tensor:
 def apart(x: Tensor, y: Tensor) -> Tensor:
     """Cells between any two agents, the larger of both ways: [N, N, B]."""
     return torch.maximum((x.unsqueeze(1) - x).abs(), (y.unsqueeze(1) - y).abs())
+
+
+def least(meters: Tensor, which: Sequence[int]) -> Tensor:
+    """The lowest of some meters [M, N, B]: [N, B]; full where there are none."""
+    return meters[list(which)].amin(0) if which else torch.ones_like(meters[0])
 
 
 def value(p: dict[str, Tensor], name: str, level: Tensor) -> Tensor:

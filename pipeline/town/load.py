@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from hamlet.artifacts import HamletError
 from hamlet.town.check import build_pack
 from hamlet.town.hamlet_packs import load_hamlet_pack
 from hamlet.town.schema import Pack, PackError
@@ -33,6 +35,23 @@ def load_pack(source: str | Path) -> Pack:
             f"{source}: no such pack; give a file, a Hamlet directory or one of {known}"
         )
     return build_pack(_read_with_parents(path), path.name)
+
+
+def pack_of_card(card: Mapping[str, Any], agent: str | Path) -> Pack:
+    """The pack that an agent was trained in, from its card; `agent` is its file, for errors.
+
+    Raises HamletError where the card has none, or another than it says.
+    """
+    if "resolved_pack" not in card:
+        raise HamletError(f"{agent}: its card has no town pack", "make it anew with `dvc repro`")
+    pack = build_pack(card["resolved_pack"], f"card of {agent}: resolved_pack")
+    if pack.content_hash != card["pack"]:
+        raise HamletError(
+            f"{agent}: the town pack on its card is not the one it was trained in: "
+            f"{pack.content_hash} instead of {card['pack']}",
+            "make it anew with `dvc repro`",
+        )
+    return pack
 
 
 def _read_with_parents(path: Path, depth: int = 0) -> dict[str, Any]:

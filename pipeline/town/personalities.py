@@ -88,8 +88,12 @@ def parameter_names(pack: Pack) -> tuple[str, ...]:
 def default_parameters(pack: Pack) -> dict[str, float]:
     """Untuned parameters, for packs whose experts were not tuned yet."""
     found: dict[str, float] = {}
-    for meter in pack.meter_names:
-        value, fear, comfort = METER_DEFAULTS.get(meter, (0.1, 1.0, 0.4))
+    for place, meter in enumerate(pack.meter_names):
+        # One of another name matters as the known one that has its part.
+        lived_by = place in pack.vital_meters or meter in pack.reward.meters
+        part = "energy" if lived_by else "money" if place == pack.paid_in else ""
+        known = METER_DEFAULTS.get(meter) or METER_DEFAULTS.get(part)
+        value, fear, comfort = known or (0.1, 1.0, 0.4)
         found |= {f"value.{meter}": value, f"fear.{meter}": fear, f"comfort.{meter}": comfort}
     return found | OTHER_DEFAULTS
 
@@ -97,7 +101,7 @@ def default_parameters(pack: Pack) -> dict[str, float]:
 def parameters(pack: Pack, name: str | AgentDNA) -> dict[str, float]:
     """The parameters a character plays by in this pack: a named one, or any by its DNA."""
     if isinstance(name, AgentDNA):
-        return bend(parameters(pack, "expert"), name)
+        return bend(parameters(pack, "expert"), name, pack.meter_names[pack.paid_in])
     base = default_parameters(pack)
     if "expert" in pack.experts:
         base |= pack.experts["expert"].parameters
@@ -112,12 +116,12 @@ def parameters(pack: Pack, name: str | AgentDNA) -> dict[str, float]:
     elif name == "visitor":
         base |= VISITING
     if name in DNA:
-        base = bend(base, DNA[name])
+        base = bend(base, DNA[name], pack.meter_names[pack.paid_in])
     return base
 
 
-def bend(base: dict[str, float], dna: AgentDNA) -> dict[str, float]:
-    """A character: the expert's parameters bent by its DNA."""
+def bend(base: dict[str, float], dna: AgentDNA, money: str) -> dict[str, float]:
+    """A character: the expert's parameters bent by its DNA; `money` is the meter prices are in."""
 
     def factor(gene: float, strength: float, weakness: float | None = None) -> float:
         """1 at gene 0.5, `strength` at 1, 1 / `weakness` at 0."""
@@ -129,7 +133,7 @@ def bend(base: dict[str, float], dna: AgentDNA) -> dict[str, float]:
         kind, _, meter = name.partition(".")
         if not meter:
             continue
-        if meter == "money":
+        if meter == money:
             bent[name] *= factor(dna.greed, *((1.4, 1.1) if kind == "comfort" else (3.0, 1.25)))
         elif kind == "fear":
             bent[name] *= factor(dna.neuroticism, 2.0, 1.3)

@@ -16,6 +16,10 @@ from hamlet.artifacts import HamletError
 MOVES = ("UP", "DOWN", "LEFT", "RIGHT")
 BASE_ACTIONS = (*MOVES, "INTERACT", "WAIT")
 UP, DOWN, LEFT, RIGHT, INTERACT, WAIT = range(6)
+GOALS = ("rest", "explore")
+"""Goals beside that of using a place."""
+SENSED = ("x", "y", "sin_hour", "cos_hour", "progress", "age", "blocked")
+"""What an agent senses of itself beside its meters."""
 Unit = Annotated[float, Field(ge=0.0, le=1.0)]
 Amount = Annotated[float, Field(ge=-1.0, le=1.0)]
 Amounts = dict[str, Amount]
@@ -230,6 +234,22 @@ class Pack(Model):
     @property
     def meter_names(self) -> tuple[str, ...]:
         return tuple(meter.name for meter in self.meters)
+
+    @property
+    def vital_meters(self) -> tuple[int, ...]:
+        """Places of the meters whose running out ends a life."""
+        ends = {condition.meter for condition in self.terminal if condition.op in ("<", "<=")}
+        return tuple(i for i, name in enumerate(self.meter_names) if name in ends)
+
+    @property
+    def paid_in(self) -> int:
+        """Place of the meter in which prices are: where nothing costs, that of `money`, else the
+        last."""
+        prices = [price for a in self.affordances for price in (a.price, a.price_per_tick)]
+        spent = {meter for price in prices for meter, amount in price.items() if amount}
+        names = self.meter_names
+        paid = [i for i, name in enumerate(names) if name in (spent or {"money"})]
+        return paid[0] if paid else len(names) - 1
 
     @property
     def affordance_names(self) -> tuple[str, ...]:

@@ -24,5 +24,6 @@ def new_mind(town, sizes):
     for module in (perception, world_model, social):
         module.requires_grad_(False)
     mind = Mind(perception, world_model, social, policy, sizes.candidates, sizes.horizon)
-    dims = perception.recurrent_dim, shape.num_others, social.recurrent_dim
+    recurrent = perception.recurrent_dim, shape.num_others, social.recurrent_dim
+    dims = *recurrent, shape.num_meters
     return mind, lambda worlds, agents=shape.num_agents: first_state(worlds, agents, *dims)

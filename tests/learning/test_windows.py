@@ -19,8 +19,9 @@ from hamlet.learning.train_world_model import (
     windows,
     world_model_loss,
 )
-from hamlet.modules.contracts import METERS
 from hamlet.modules.world_model import ERROR_UNIT, Prediction
+
+METERS = 5
 
 
 def lives(ticks: int, worlds: int) -> tuple[TensorDict, TensorDict]:
@@ -108,6 +109,7 @@ class Guess:
         self.shape = SimpleNamespace(
             self_names=[*(f"m{i}" for i in range(METERS)), "blocked"],
             action_names=["WAIT", "INTERACT"],
+            num_meters=METERS,
         )
         self.sizes = [places + latent, places, fields, 1, 1, 2, 1, 1]
         self.scale = torch.arange(1, sum(self.sizes) + 1) / 10

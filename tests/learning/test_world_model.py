@@ -19,7 +19,7 @@ from hamlet.learning.train_world_model import (
     rank_correlation,
     train_world_model,
 )
-from hamlet.modules.contracts import LOOK, METERS, TownShape
+from hamlet.modules.contracts import LOOK, TownShape
 from hamlet.modules.world_model import WorldModel, level
 from hamlet.ort import open_unchecked
 from hamlet.params import WorldModelParams
@@ -59,7 +59,7 @@ def live(shape, refused: float, duration: int = 1, tried: float = 0.25) -> Any:
     rows: list[Any] = []
     for _ in range(TICKS):
         known = torch.zeros(*size, shape.self_dim)
-        known[..., :METERS] = 0.5
+        known[..., : shape.num_meters] = 0.5
         known[..., 0] = energy
         known[..., shape.self_names.index("blocked")] = blocked
         known[..., shape.self_names.index("cos_hour")] = 1.0
@@ -115,7 +115,7 @@ def oracle(shape):
 
 def test_the_report_of_a_model_that_knows_and_of_one_that_says_nothing_changes(shape, lived):
     worlds = torch.arange(WORLDS)
-    known = evaluate_world_model(oracle(shape), lived, worlds, worlds, GAMMA, 3)
+    known = evaluate_world_model(oracle(shape), lived, worlds, worlds, shape.num_meters, GAMMA, 3)
     for k in (1, 5, 15, 50):
         assert known[f"meter_error_{k}_over_persistence"] < 1e-5
         assert known[f"return_rank_correlation_{k}"] > 0.999
@@ -128,7 +128,7 @@ def test_the_report_of_a_model_that_knows_and_of_one_that_says_nothing_changes(s
         _, _, _, *rest = oracle(shape)(mean, log_std, state, action)
         return mean, log_std, state, *rest
 
-    still = evaluate_world_model(nothing, lived, worlds, worlds, GAMMA, 3)
+    still = evaluate_world_model(nothing, lived, worlds, worlds, shape.num_meters, GAMMA, 3)
     for k in (1, 5, 15, 50):
         assert still[f"meter_error_{k}_over_persistence"] == pytest.approx(1, abs=1e-6)
     assert still["return_rank_correlation_50"] < known["return_rank_correlation_50"]
@@ -156,7 +156,7 @@ def test_rules_are_learned_and_held_out_worlds_are_predicted(shape, lived, tmp_p
         lived, train, shape, LATENT, params, 5, tmp_path / "checkpoint.pt", Silent()
     )
     calibrate(model, lived, held_out, 5)
-    numbers = evaluate_world_model(model, lived, held_out, worlds, GAMMA, 5)
+    numbers = evaluate_world_model(model, lived, held_out, worlds, shape.num_meters, GAMMA, 5)
     assert numbers["meter_error_1_over_persistence"] < 0.5
     assert numbers["meter_error_15_over_persistence"] < 0.5
     assert numbers["reward_r2"] > 0.9

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from hamlet.modules.contracts import METERS
 from hamlet.modules.menu import imagined_menu, menu_error
 from hamlet.town.tables import menu, timetable
 
@@ -14,7 +13,8 @@ SERVED = 0.9
 
 def test_the_menu_asked_of_one_who_knows_the_rules_is_the_true_one(town, shape):
     posted, true = timetable(town.pack), menu(town.pack)
-    per_tick, finished, duration = true.split([METERS, METERS, 1], 1)
+    meters = shape.num_meters
+    per_tick, finished, duration = true.split([meters, meters, 1], 1)
     names, f = shape.self_names, shape.num_affordances
     interact = shape.action_names.index("INTERACT")
     clocks = set()
@@ -36,7 +36,7 @@ def test_the_menu_asked_of_one_who_knows_the_rules_is_the_true_one(town, shape):
         gain = per_tick[place] + finished[place] * whole.unsqueeze(1)
         gain[:, names.index("money")] -= posted[tick, place, 2]
         after = known.clone()
-        after[:, :METERS] += uses.unsqueeze(1) * gain - 0.01
+        after[:, :meters] += uses.unsqueeze(1) * gain - 0.01
         after[:, names.index("progress")] = uses * torch.where(whole, 0.0, (stage + 1) / 10)
         return mean, log_std, after
 

@@ -7,7 +7,7 @@ import torch
 
 from hamlet.modules.agent import SHOCK, AgentState, Mind, Thoughts, should_switch_goal, surprised
 from hamlet.modules.categorical import log_prob_of, masked_logits
-from hamlet.modules.contracts import METERS, Features, observation_from
+from hamlet.modules.contracts import Features, observation_from
 from hamlet.modules.perception import Perception
 from hamlet.modules.policy import BROKE, EARNING, FRESH, IDLING, Policy
 from hamlet.modules.social import Social
@@ -46,7 +46,7 @@ def moment(town, shape, mind):
         torch.randint(6, (slots,), generator=rng),
         torch.arange(slots),
         torch.randint(shape.num_actions + 1, (slots,), generator=rng),
-        torch.rand(slots, METERS, generator=rng),
+        torch.rand(slots, shape.num_meters, generator=rng),
         torch.rand(slots, generator=rng) / 100,
         torch.randint(2**31 - 2, (slots,), generator=rng),
     )
@@ -259,7 +259,7 @@ def test_what_is_foreseen_is_the_first_tick_of_the_future_that_was_chosen(mind, 
     after, thoughts = AgentState(*out[1 : 1 + len(state)]), Thoughts(*out[1 + len(state) :])
     seen = 0
     for row, (goal, action) in enumerate(zip(after.goal, out[0], strict=True)):
-        expected = torch.zeros(METERS)
+        expected = torch.zeros_like(after.foreseen[row])
         for c in range(mind.candidates):
             imagined = thoughts.imagined_actions[row, c, 0]
             thinks = state.clock[row] % PERIOD == 0
@@ -272,12 +272,12 @@ def test_what_is_foreseen_is_the_first_tick_of_the_future_that_was_chosen(mind, 
 
 def test_surprise_is_a_mean_of_what_was_foreseen_and_did_not_come(mind, moment, shape):
     obs, state = moment
-    known = obs.self_state
-    right = state._replace(foreseen=known[:, :METERS].clone())
+    known, meters = obs.self_state, shape.num_meters
+    right = state._replace(foreseen=known[:, :meters].clone())
     torch.testing.assert_close(surprised(right, known), 0.9 * state.surprise)
-    wrong = right._replace(foreseen=known[:, :METERS] + torch.eye(METERS)[2] * 0.004)
+    wrong = right._replace(foreseen=known[:, :meters] + torch.eye(meters)[2] * 0.004)
     torch.testing.assert_close(surprised(wrong, known), 0.9 * state.surprise + 0.0004)
-    shocked = right._replace(foreseen=known[:, :METERS] + 0.5)
+    shocked = right._replace(foreseen=known[:, :meters] + 0.5)
     torch.testing.assert_close(surprised(shocked, known), 0.9 * state.surprise + 0.1 * SHOCK)
     nothing = right._replace(foreseen=torch.zeros_like(right.foreseen))
     assert torch.equal(surprised(nothing, known), state.surprise)

@@ -51,7 +51,7 @@ def mind(shape):
     social = Social(shape, 16)
     mind = Mind(perception, WorldModel(shape, 8, 32, 2), social, policy, candidates=2, horizon=2)
     mind.requires_grad_(False).eval()
-    state = blank(4, perception.recurrent_dim, shape.num_others, social.recurrent_dim)
+    state = blank(4, perception.recurrent_dim, shape.num_others, social.recurrent_dim, 8)
     obs = observation_from(town.observe(town.reset(1, 1)), 2)
     names = [*RawObservation._fields, *(STATE + name for name in AgentState._fields)]
     return mind, dict(zip(names, [*obs, *state], strict=True))
@@ -77,6 +77,7 @@ def export(module, inputs, shape, path: Path) -> None:
     from hamlet.export.frozen import tensor_schema
     from hamlet.export.onnx import OPSET, export_mind
     from hamlet.modules.contracts import SOCIAL_REASONS, UNCERTAINTY_REASONS
+    from hamlet.town import load_pack
     from stages.agent import OUTPUTS, limits
 
     export_mind(module, inputs, OUTPUTS, path)
@@ -86,7 +87,8 @@ def export(module, inputs, shape, path: Path) -> None:
     }
     reasons = {"uncertainty": list(UNCERTAINTY_REASONS), "social": list(SOCIAL_REASONS)}
     extra = {
-        "town": shape.to_dict(), "opset": OPSET, "limits": limits(shape), "reasons": reasons,
+        "town": shape.to_dict(), "resolved_pack": load_pack(shape.pack).model_dump(mode="json"),
+        "opset": OPSET, "limits": limits(shape), "reasons": reasons,
     }  # fmt: skip
     write_card(path, "agent", schema, {}, shape.pack_hash, extra)
 

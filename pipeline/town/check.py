@@ -10,13 +10,19 @@ from pydantic import ValidationError
 from hamlet.town.schema import GOALS, SENSED, Affordance, Pack, PackError
 
 
-def build_pack(content: dict[str, Any], source: str) -> Pack:
-    """A checked pack from its fields. Raises PackError, see `load_pack`."""
+def build_pack(content: dict[str, Any], source: str, feasible: bool = True) -> Pack:
+    """A checked pack from its fields; `feasible`: whether its economy must add up.
+
+    Raises PackError, see `load_pack`.
+    """
     try:
         pack = Pack.model_validate(content)
     except ValidationError as error:
         raise PackError(one_line(error, source)) from None
-    check(pack, source)
+    checker = Checker(pack, source)
+    checker.run()
+    if feasible:
+        checker.economy()
     return pack
 
 
@@ -30,12 +36,9 @@ def one_line(error: ValidationError, source: str) -> str:
     return f"{source}: {where}: {message}{got}{more}"
 
 
-def check(pack: Pack, source: str) -> None:
-    """Raise PackError for names that do not exist and for rules that make no sense."""
-    Checker(pack, source).run()
-
-
 class Checker:
+    """Raises PackError for names that do not exist and for rules that make no sense."""
+
     def __init__(self, pack: Pack, source: str):
         self.pack, self.source = pack, source
 
@@ -48,7 +51,6 @@ class Checker:
         for affordance in self.pack.affordances:
             self.affordance(affordance)
         self.beginning()
-        self.economy()
         self.others()
 
     # ------------------------------------------------------------------ names
@@ -132,13 +134,6 @@ class Checker:
                 f"open {hours} hours a day but a use takes {a.duration} ticks, so it can never be "
                 "finished; widen hours or shorten duration",
             )
-        for meter, cost in self.full_price(a).items():
-            if cost > 1.0:
-                self.fail(
-                    f"{here}.price",
-                    f"a full use costs {cost:.2f} {meter}, more than an agent can ever own (1.0); "
-                    "lower the price",
-                )
         for test in a.preconditions:
             possible = test.value <= 1.0 if test.op in (">=", "<=") else 0.0 <= test.value < 1.0
             if test.op == "<":
@@ -167,6 +162,9 @@ class Checker:
 
     def beginning(self) -> None:
         pack = self.pack
+        for what in ("meters", "affordances"):
+            if not getattr(pack, what):
+                self.fail(what, "there is none; add one")
         for meter in pack.meters:
             for end in pack.terminal:
                 if end.meter != meter.name:
@@ -194,6 +192,14 @@ class Checker:
     def economy(self) -> None:
         """A meter that runs down and can only be bought back needs an income that pays for it."""
         pack = self.pack
+        for a in pack.affordances:
+            for meter, cost in self.full_price(a).items():
+                if cost > 1.0:
+                    self.fail(
+                        f"affordances.{a.name}.price",
+                        f"a full use costs {cost:.2f} {meter}, more than an agent can ever own "
+                        "(1.0); lower the price",
+                    )
         start = {meter.name: meter.initial for meter in pack.meters}
         usable: list[Affordance] = []
         funds = dict(start)

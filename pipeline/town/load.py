@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
-from hamlet.artifacts import HamletError
-from hamlet.town.check import build_pack
+from hamlet.artifacts import HamletError, card_path, how_to_make
+from hamlet.town.check import build_pack, one_line
 from hamlet.town.hamlet_packs import load_hamlet_pack
 from hamlet.town.schema import Pack, PackError
 
@@ -43,13 +44,16 @@ def pack_of_card(card: Mapping[str, Any], agent: str | Path) -> Pack:
     Raises HamletError where the card has none, or another than it says.
     """
     if "resolved_pack" not in card:
-        raise HamletError(f"{agent}: its card has no town pack", "make it anew with `dvc repro`")
-    pack = build_pack(card["resolved_pack"], f"card of {agent}: resolved_pack")
+        raise HamletError(f"{agent}: its card has no town pack", how_to_make(agent))
+    try:
+        pack = Pack.model_validate(card["resolved_pack"])
+    except ValidationError as error:
+        raise HamletError(one_line(error, f"{card_path(agent)}: resolved_pack")) from None
     if pack.content_hash != card["pack"]:
         raise HamletError(
             f"{agent}: the town pack on its card is not the one it was trained in: "
             f"{pack.content_hash} instead of {card['pack']}",
-            "make it anew with `dvc repro`",
+            how_to_make(agent),
         )
     return pack
 
@@ -57,7 +61,7 @@ def pack_of_card(card: Mapping[str, Any], agent: str | Path) -> Pack:
 def _read_with_parents(path: Path, depth: int = 0) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise PackError(
             f"{path.name}: not readable as YAML: {' '.join(str(error).split())}"
         ) from None

@@ -133,8 +133,8 @@ def social(device: torch.device, given: Recorded) -> Told:
     begin()
     model = train_social(labelled, given.training, shape, params, SEED, Path("c.pt"), log)
     note()
-    report = evaluate_social(model, labelled, given.held_out, 16)
     m, d = shape.num_others, card["belief_dim"]
+    report = evaluate_social(model, labelled, given.held_out, 16) if m else {}
     inputs = {
         "mean": torch.zeros(4, d),
         "log_std": torch.zeros(4, d),
@@ -198,7 +198,7 @@ def policy(device: torch.device, given: Recorded) -> Told:
         note()
         told[algorithm] = log.rows
         sizes |= {"imitation_iterations": 0}
-    shape, half = TownShape.of(town), town.num_agents // 2
+    shape, half = TownShape.of(town), max(1, town.num_agents // 2)
     mine = Selves(mind, shape, blank, 0, half, True)
     theirs = Characters(Scripted(town, None, SEED), half, town.num_agents)
     begin()

@@ -114,7 +114,10 @@ def write_report(path: Path, metrics: Mapping[str, Mapping[str, Any]]) -> None:
         f"It takes {home} of what it imagines for novel; under rules that it never met, {needs}",
         f"where needs grow twice as fast and {uses} where all that is used gives half.",
     ]
-    for name, rows in MODULE_ROWS.items():
+    for name, possible in MODULE_ROWS.items():
+        rows = [row for row in possible if row[0] in metrics[name]]
+        if not rows:  # of others, where an agent is alone
+            continue
         lines += ["", f"## {name}", "", "| what | value | baseline |", "| --- | --- | --- |"]
         for key, what, baseline in rows:
             beside = f"{metrics[name][baseline]:.3f}" if baseline else ""

@@ -29,9 +29,13 @@ def main() -> None:
         )
         if not s.first:
             return
-        numbers = evaluate_social(model, data, recorded.held_out, params.chunk)
         shape, d = recorded.shape, upstream["belief_dim"]
         m = shape.num_others
+        numbers: dict[str, float] = {}
+        if m:
+            numbers = evaluate_social(model, data, recorded.held_out, params.chunk)
+        else:
+            print(f"social: in {shape.pack} an agent is alone: there is nobody to read")
         freeze(
             model,
             {

@@ -182,9 +182,10 @@ def evaluate_perception(
         follows = (alive[:-1] & ~chunk["first"][1:]).unsqueeze(-1).expand_as(codes[1:])
         add("next_view_accuracy", next_view[:-1].argmax(-1) == codes[1:], follows)
         add("next_view_accuracy_persistence", codes[:-1] == codes[1:], follows)
-        seen_others = chunk["visible"].unsqueeze(-1).expand_as(meters)
-        add("others_meters_error", (meters - chunk["others_meters"]).abs(), seen_others)
-        add("others_meters_error_mean", (0.75 - chunk["others_meters"]).abs(), seen_others)
+        if module.shape.num_others:
+            seen_others = chunk["visible"].unsqueeze(-1).expand_as(meters)
+            add("others_meters_error", (meters - chunk["others_meters"]).abs(), seen_others)
+            add("others_meters_error_mean", (0.75 - chunk["others_meters"]).abs(), seen_others)
 
         # The map, at the last tick of the chunk: long after some cells were last in view.
         memory = state[:, module.hidden :]

@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 import hamlet
+from hamlet.town import schema
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -37,6 +39,14 @@ def test_the_site_asks_no_other_host():
     settings = (ROOT / "mkdocs.yml").read_text()
     assert "font: false" in settings
     assert "://" not in settings
+
+
+def test_the_page_of_packs_has_every_field():
+    page = (ROOT / "docs" / "how-to" / "own-pack.md").read_text(encoding="utf-8")
+    models = [m for m in vars(schema).values() if isinstance(m, type) and issubclass(m, BaseModel)]
+    fields = {field for model in models for field in model.model_fields}
+    assert len(fields) > 60
+    assert {field for field in fields if f"`{field}`" not in page} == set()
 
 
 @pytest.mark.parametrize("name", hamlet.__all__)

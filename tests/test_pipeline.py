@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from copied_repo import Repo
 
 from hamlet.artifacts import sha256_file
 from stages.dependencies import NEUTRAL, module_of, sources
@@ -295,6 +297,24 @@ def test_act_answers_the_same_without_torch(tiny, tmp_path):
     assert "pip install -c constraints.txt" in sentence(refused)
 
 
+def test_an_agent_is_played_where_only_its_files_are(tiny, tmp_path):
+    elsewhere = Repo(tmp_path)
+    elsewhere.env["PYTHONPATH"] = str(tiny.path)
+    for name in ("agent.onnx", "agent.onnx.json"):
+        shutil.copy(tiny.artifacts / name, tmp_path)
+    given = ("--agent", "agent.onnx", "--world", "3", "--ticks", "5")
+    played = elsewhere.hamlet("play", *given)
+    assert played.returncode == 0, played.stderr
+    assert played.stdout == tiny.hamlet("play", "--world", "3", "--ticks", "5").stdout
+    elsewhere.run(sys.executable, "-m", "hamlet.export.int8", "agent.onnx")
+    assert (tmp_path / "agent.int8.onnx.json").exists()
+
+    card = json.loads((tmp_path / "agent.onnx.json").read_text())
+    card["resolved_pack"]["lifespan"] += 1
+    (tmp_path / "agent.onnx.json").write_text(json.dumps(card))
+    assert "the town pack on its card is not the one" in sentence(elsewhere.hamlet("play", *given))
+
+
 # ------------------------------------------------------------------------------------------------
 # Bad input: one line, and the good output stays
 
@@ -404,6 +424,7 @@ def test_half_the_file_is_never_left_when_the_disk_is_full(copy):
 # Ctrl-C is heard even where these tests are a shell's background job, to which it means nothing.
 EAGER = """
 import runpy
+import shutil
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from hamlet.learning.checkpoint import Checkpoint

@@ -339,7 +339,8 @@ class PerceptionHeads(nn.Module):
         nn.init.zeros_(self.step.weight)  # begin with: nothing moves
         self.succeeds = decoder(known + shape.num_actions, 1)
         self.occupancy = decoder(known, view)
-        self.others_meters = decoder(known, shape.num_others * shape.num_meters)
+        others = shape.num_others * shape.num_meters
+        self.others_meters = decoder(known, others) if others else None
         self.register_buffer("view_cells", cells, persistent=False)
 
     def draw(self, belief: Tensor, known: Tensor, step: Tensor) -> Tensor:
@@ -361,9 +362,10 @@ class PerceptionHeads(nn.Module):
         chosen = F.one_hot(action, self.shape.num_actions).float()
         succeeds = self.succeeds(torch.cat([both, chosen], -1)).sigmoid()
         step = 8 * succeeds * self.step(action)
+        meters = self.others_meters(both) if self.others_meters is not None else both[..., :0]
         return (
             self.draw(belief, known, torch.zeros_like(step)),
             self.occupancy(both),
             self.draw(belief, known, step),
-            self.others_meters(both).unflatten(-1, (self.shape.num_others, self.shape.num_meters)),
+            meters.unflatten(-1, (self.shape.num_others, self.shape.num_meters)),
         )

@@ -12,7 +12,7 @@ from hamlet.serving.agent import OnnxAgent
 
 def test_the_gate_lets_through_and_refuses(agent, tmp_path, monkeypatch):
     target = tmp_path / "agent.int8.onnx"
-    lived = int8.live(OnnxAgent(agent), worlds=4, ticks=30)
+    lived = int8.live(agent, worlds=4, ticks=30)
     assert int8.agreement(OnnxAgent(agent), OnnxAgent(agent), lived) == 1.0
     names = int8.products(onnx.load(agent).graph)
     assert len(names) == len(set(names)) > 20
@@ -54,7 +54,7 @@ def test_what_changes_actions_is_left_out(agent, tmp_path, monkeypatch):
     monkeypatch.setattr(int8, "products", lambda graph: names)
     monkeypatch.setattr(int8, "write_copy", noted)
     monkeypatch.setattr(int8, "agreement", lambda *_: 0.5 if written[-1] & bad else 1.0)
-    lived = int8.live(OnnxAgent(agent), worlds=1, ticks=2)
+    lived = int8.live(agent, worlds=1, ticks=2)
     target = tmp_path / "agent.int8.onnx"
     assert int8.quantize(agent, target, lived) == 1.0
     assert written[-1] == set(names) - bad

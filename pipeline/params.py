@@ -108,7 +108,7 @@ class PolicyParams(Section):
     teacher: str = Field(description="scripted character that is imitated, an expert of the pack")
     hidden: int = Field(ge=8, description="hidden units of both controllers and the critic")
     meta_period: int = Field(ge=1, description="ticks between deliberations")
-    emergency: float = Field(ge=0, le=1, description="level of a vital meter under which goals change")
+    emergency: float = Field(ge=0, le=1, description="vital meter under which goals change")
     candidates: int = Field(ge=1, description="goals C imagined when deliberating")
     horizon: int = Field(ge=1, description="ticks H imagined for each")
     worlds: int = Field(ge=1, description="worlds B; a multiple of meta_period")

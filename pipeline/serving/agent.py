@@ -15,7 +15,7 @@ import numpy as np
 
 from hamlet.artifacts import HamletError, card_path, check_card
 from hamlet.ort import open_session, open_unchecked
-from hamlet.serving.signature import NEXT, STATE, TYPES, Field, card_of, signature_of
+from hamlet.serving.signature import NEXT, STATE, TYPES, Field, card_of, nothing_of, signature_of
 from hamlet.serving.words import action_in_words, thoughts_in_words
 
 __all__ = ["NEXT", "STATE", "Arrays", "Decision", "OnnxAgent"]
@@ -197,12 +197,13 @@ def _checked(field: Field, value: Any) -> np.ndarray:
     name = f"observation field '{field.name}'"
     try:
         raw = np.asarray(value)
+        shape = list(raw.shape)
+        rows = shape[field.axis] if field.axis is not None and len(shape) > field.axis else 0
+        raw = nothing_of(raw, field.sent(rows))
         array = raw.astype(field.dtype)
     except (TypeError, ValueError):
         raise HamletError(f"{name} is not an array of numbers", _expected(field)) from None
-    shape = list(array.shape)
-    rows = shape[field.axis] if field.axis is not None and len(shape) > field.axis else 0
-    if shape != field.sent(rows):
+    if list(array.shape) != field.sent(rows):
         raise HamletError(f"{name} has shape {shape}", _expected(field))
     if raw.dtype.kind == "f" and not np.isfinite(raw).all():
         raise HamletError(f"{name} is not finite", _expected(field))

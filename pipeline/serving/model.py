@@ -27,7 +27,7 @@ import numpy as np
 from hamlet.artifacts import HamletError
 from hamlet.serving.agent import Decision, OnnxAgent
 from hamlet.serving.metrics import Counts
-from hamlet.serving.signature import DATATYPES, Field
+from hamlet.serving.signature import DATATYPES, Field, nothing_of
 
 __all__ = ["DATATYPES", "NAME", "RNG_RANGE", "Field", "Model", "attempt", "pack", "warm_up"]
 assert sys.byteorder == "little", "records are little endian"
@@ -325,7 +325,7 @@ def pack(fields: Sequence[Field], observation: Mapping[str, Any]) -> bytes:
         except KeyError:
             raise HamletError(f"field '{field.name}' is missing", _without_batch(field)) from None
         if not isinstance(value, np.ndarray):
-            value = _array(field, value)
+            value = nothing_of(_array(field, value), field.shape)
         if value.shape != field.shape:
             raise HamletError(
                 f"field '{field.name}' has shape {list(value.shape)}", _without_batch(field)

@@ -102,6 +102,14 @@ class Field:
         return f"expected {self.datatype} {self.sent(1)}"
 
 
+def nothing_of(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+    """An array of nested lists that hold nothing, in all of its shape: they tell only the beginning
+    of it. Any other array as it is."""
+    if array.size or 0 not in shape or list(array.shape) != list(shape[: array.ndim]):
+        return array
+    return array.reshape(shape)
+
+
 @dataclass(frozen=True)
 class Signature:
     """A policy's tensors by what they are for.

@@ -24,26 +24,33 @@ def shape():
 
 
 @pytest.fixture(scope="session")
-def mind(shape):
+def mind():
     """A whole mind with random weights, and example inputs by name."""
+    from hamlet.town import Town, load_pack
+
+    return untrained(Town(load_pack("l4_contention"), num_layouts=8))
+
+
+def untrained(town):
+    """A whole mind for a town with random weights, and what its agents see, by name."""
     import torch
 
     from hamlet.modules.agent import AgentState, Mind
-    from hamlet.modules.contracts import RawObservation, observation_from
+    from hamlet.modules.contracts import RawObservation, TownShape, observation_from
     from hamlet.modules.perception import Perception
     from hamlet.modules.policy import Policy
     from hamlet.modules.social import Social
     from hamlet.modules.world_model import WorldModel
     from hamlet.serving.agent import STATE
-    from hamlet.town import Town, load_pack
     from hamlet.town.tables import menu, timetable
     from stages.agent import blank
 
     torch.manual_seed(3)
     torch.set_num_threads(1)
-    town = Town(load_pack("l4_contention"), num_layouts=8)
-    perception, targets = Perception(shape, 16, 8), torch.zeros(shape.num_goals, 8)
-    targets[torch.arange(8), torch.arange(8)] = 0.9
+    shape = TownShape.of(town)
+    n = shape.num_meters
+    perception, targets = Perception(shape, 16, 8), torch.zeros(shape.num_goals, n)
+    targets[torch.arange(n), torch.arange(n)] = 0.9
     told = targets, timetable(town.pack), menu(town.pack)
     policy = Policy(shape, perception.belief_dim, 32, *told, 4, 0.2)
     torch.nn.init.normal_(policy.future_weight[-1].weight, std=2.0)  # imagination matters
@@ -51,8 +58,8 @@ def mind(shape):
     social = Social(shape, 16)
     mind = Mind(perception, WorldModel(shape, 8, 32, 2), social, policy, candidates=2, horizon=2)
     mind.requires_grad_(False).eval()
-    state = blank(4, perception.recurrent_dim, shape.num_others, social.recurrent_dim, 8)
-    obs = observation_from(town.observe(town.reset(1, 1)), 2)
+    state = blank(4, perception.recurrent_dim, shape.num_others, social.recurrent_dim, n)
+    obs = observation_from(town.observe(town.reset(1, 4 // shape.num_agents)), 2)
     names = [*RawObservation._fields, *(STATE + name for name in AgentState._fields)]
     return mind, dict(zip(names, [*obs, *state], strict=True))
 
@@ -72,7 +79,7 @@ def agent(mind, shape, tmp_path_factory) -> Path:
     return own
 
 
-def export(module, inputs, shape, path: Path) -> None:
+def export(module, inputs, shape, path: Path, pack: str = "l4_contention") -> None:
     from hamlet.artifacts import write_card
     from hamlet.export.frozen import tensor_schema
     from hamlet.export.onnx import OPSET, export_mind
@@ -87,7 +94,7 @@ def export(module, inputs, shape, path: Path) -> None:
     }
     reasons = {"uncertainty": list(UNCERTAINTY_REASONS), "social": list(SOCIAL_REASONS)}
     extra = {
-        "town": shape.to_dict(), "resolved_pack": load_pack(shape.pack).model_dump(mode="json"),
+        "town": shape.to_dict(), "resolved_pack": load_pack(pack).model_dump(mode="json"),
         "opset": OPSET, "limits": limits(shape), "reasons": reasons,
     }  # fmt: skip
     write_card(path, "agent", schema, {}, shape.pack_hash, extra)

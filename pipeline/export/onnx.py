@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from hamlet.artifacts import atomic_path
 from hamlet.export.frozen import Flat, quiet
+from hamlet.export.simplify import simplify
+from hamlet.export.translations import translated
 
 if TYPE_CHECKING:
     from hamlet.modules.agent import Mind
@@ -42,19 +44,19 @@ def export_onnx(
     # Copies: one tensor given for two inputs would be exported as one input.
     examples = tuple(tensor.clone() for tensor in inputs.values())
     batch = torch.export.Dim("batch", min=1, max=1 << 20)
-    with torch.no_grad(), quiet(), warnings.catch_warnings():
+    # Almost no operator meets the same shapes again: remembering what they make costs more.
+    alone = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
+    with torch.no_grad(), quiet(), warnings.catch_warnings(), alone:
         warnings.simplefilter("ignore")
-        program = torch.onnx.export(
+        captured = torch.export.export(
             Flat(module),
             examples,
-            dynamo=True,
-            opset_version=OPSET,
             dynamic_shapes=(tuple({0: batch} for _ in examples),),
-            optimize=True,
-            verbose=False,
+            strict=False,
         )
-    assert program is not None
+        program = translated(captured, OPSET)
     model = program.model
+    simplify(model)
     taken = {*inputs, *outputs}
     for node in model.graph.all_nodes():
         node.metadata_props.clear()

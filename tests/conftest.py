@@ -23,17 +23,37 @@ if WORKER:  # side by side, processes that each take all cores wait for one anot
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+APART = {"tests/test_pipeline.py", "tests/test_torchrun.py"}
+"""Their tests share no more than the tiny pipeline: any worker takes any of them."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first, but those that need the tiny pipeline last, all but one of them: while a
-    worker makes it, the others need not wait for it."""
+    worker makes it, the others need not wait for it. The end is for the tests that any worker
+    takes: all finish together."""
     tests = Counter(item.path for item in items)
     needing = {item.path for item in items if {"tiny", "copy"} & set(item.fixturenames)}  # type: ignore[attr-defined]
-    first = max(needing, key=lambda path: (tests[path], path), default=None)
+    apart = {path for path in needing if f"tests/{path.name}" in APART}
+    first = max(needing - apart, key=lambda path: (tests[path], path), default=None)
 
-    def place(item: pytest.Item) -> tuple[bool, bool, int, Path]:
-        return item.path != first, item.path in needing, -tests[item.path], item.path
+    def place(item: pytest.Item) -> tuple[bool, bool, bool, int, Path]:
+        path = item.path
+        return path != first, path in needing, path in apart, -tests[path], path
 
     items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """A worker takes a whole file, or one test of those `APART`."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return nodeid if file in APART else file
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(autouse=True)

@@ -55,6 +55,9 @@ BORROWED: dict[tuple[str, str], str] = {
     ("_python_dispatch", "benchmarks/counts.py"): (
         "PyTorch documents the mode that sees every operation under this private name only"
     ),
+    ("_dynamo", "pipeline/export/onnx.py"): (
+        "PyTorch documents the settings of tracing under this private name only"
+    ),
     ("_inductor", "benchmarks/kernels.py"): LOWERED,
     ("_topological_sort_nodes", "benchmarks/kernels.py"): LOWERED,
     ("_pytree", "pipeline/learning/captured.py"): PYTREE,

@@ -1,0 +1,78 @@
+"""What is told to torch's exporter as a whole says in ONNX what it says in PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hamlet.export import translations
+from hamlet.export.onnx import export_onnx
+from hamlet.ort import open_unchecked
+
+
+class Told(nn.Module):
+    """Every operator of `translations`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(3, 4)
+        self.weight = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x, h, i):
+        h = self.cell(x, h)
+        a, b, c = x > 0, x < 0.5, i + 3
+        one, rows = nn.functional.one_hot(i, 5), x @ self.weight.T
+        both, either = (a & b, i & c), (a | b, i | c)
+        return h, 1.5 - x, x.square(), *both, *either, one, x.long(), rows, i.expand(i.numel())
+
+
+class Mutating(nn.Module):
+    """What changes in place must be taken apart, or the change would be lost."""
+
+    def forward(self, x, h, i):
+        y = x * 2
+        y[:, 0] = 7
+        y.add_(1)
+        return (y,)
+
+
+class Unknown(nn.Module):
+    """`aten::to.other`, and a .T that is no transposition of two dimensions: in no table."""
+
+    def forward(self, x, h, i):
+        return (i.to(x), torch.outer(h.flatten(), x.flatten()).T.sum(0))
+
+
+@pytest.mark.parametrize("kind", [Told, Mutating, Unknown])
+def test_it_says_the_same_at_any_batch(kind):
+    module = kind().eval()
+
+    def inputs(batch: int) -> dict[str, torch.Tensor]:
+        rng = torch.Generator().manual_seed(batch)
+        floats = [torch.randn(batch, n, generator=rng) for n in (3, 4)]
+        return dict(zip("xhi", [*floats, torch.randint(5, (batch,), generator=rng)], strict=True))
+
+    with torch.no_grad():
+        names = [f"out{k}" for k in range(len(module(*inputs(4).values())))]
+        session = open_unchecked(export_onnx(module, inputs(4), names).SerializeToString())
+        for batch in (1, 4, 7):
+            given = inputs(batch)
+            found = session.run(names, {k: x.numpy() for k, x in given.items()})
+            for ours, theirs in zip(module(*given.values()), found, strict=True):
+                assert theirs.dtype == ours.numpy().dtype
+                torch.testing.assert_close(torch.from_numpy(theirs), ours, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_told_is_not_taken_apart(monkeypatch):
+    taken = []
+    monkeypatch.setattr(
+        translations.ExportedProgram, "run_decompositions", lambda *_, **__: taken.append(1)
+    )
+    module, batch = Told().eval(), torch.export.Dim("batch", min=1, max=64)
+    examples = (torch.randn(4, 3), torch.randn(4, 4), torch.tensor([0, 1, 2, 3]))
+    with torch.no_grad():
+        shapes = ({0: batch},) * 3
+        program = torch.export.export(module, examples, dynamic_shapes=shapes, strict=False)
+        translations.translated(program, 20)
+    assert not taken

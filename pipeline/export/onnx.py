@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import onnx
+import onnx_ir as ir
 import torch
 from onnx import TensorProto, helper
 from torch import Tensor, nn
@@ -67,9 +68,13 @@ def export_onnx(
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
     model.doc_string = None
+    first = model.graph.inputs[0].shape
+    rows = first[0] if first else None
     for values, names in ((model.graph.inputs, inputs), (model.graph.outputs, outputs)):
         for value, name in zip(values, names, strict=True):
             value.name = name
+            sizes = value.shape or ()
+            value.shape = ir.Shape(["batch" if size == rows else size for size in sizes])
             value.metadata_props.clear()
     return program.model_proto
 

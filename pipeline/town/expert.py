@@ -436,7 +436,9 @@ def apart(x: Tensor, y: Tensor) -> Tensor:
 
 def least(meters: Tensor, which: Sequence[int]) -> Tensor:
     """The lowest of some meters [M, N, B]: [N, B]; full where there are none."""
-    return meters[list(which)].amin(0) if which else torch.ones_like(meters[0])
+    if not which:
+        return torch.ones_like(meters[0])
+    return torch.stack([meters[index] for index in which]).amin(0)
 
 
 def value(p: dict[str, Tensor], name: str, level: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -59,7 +59,7 @@ def write_data(
     write_card(path, "experience", {}, upstream, world)
 
 
-def read_data(path: Path, world: str) -> tuple[dict[str, Tensor], dict]:
+def read_data(path: Path, world: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What `write_data` wrote, and its card.
 
     Raises:
@@ -70,7 +70,7 @@ def read_data(path: Path, world: str) -> tuple[dict[str, Tensor], dict]:
     return torch.load(path, weights_only=True), card
 
 
-def of_this_world(path: Path, card: Mapping, world: str) -> None:
+def of_this_world(path: Path, card: Mapping[str, Any], world: str) -> None:
     """Refuse what was made in another world.
 
     Raises:

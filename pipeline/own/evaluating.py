@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -73,7 +73,7 @@ def play_cases(
     lanes = min(lanes, episodes)
     begun: list[int] = []
 
-    def seeds():
+    def seeds() -> Iterator[int]:
         case = 0
         while True:
             begun.append(case)

@@ -172,7 +172,10 @@ def judge_perception(
     generator = torch.Generator().manual_seed(0)
     terms = losses(heads, lessons, slice(0, ticks), beliefs, generator)
     weight = lessons.weight
-    mean = lambda x: weighted_mean(x, weight).item()  # noqa: E731
+
+    def mean(x: Tensor) -> float:
+        return weighted_mean(x, weight).item()
+
     features = lessons.features
     middle = (features * weight.unsqueeze(-1)).sum((0, 1)) / weight.sum().clamp_min(1)
     chance = torch.tensor(mean((~lessons.terminated).float())).clamp(1e-6, 1 - 1e-6)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hamlet.artifacts import HamletError
-from hamlet.worlds.contract import Moved, Seen, World, WorldShape
+from hamlet.worlds.contract import Field, Moved, Seen, World, WorldShape
 
 HELD_OUT = 1 << 30
 """Seeds from here on are of evaluation, below of everything else."""
@@ -133,7 +133,7 @@ class Lanes:
         )
 
     @property
-    def _fields(self) -> tuple:
+    def _fields(self) -> tuple[Field, ...]:
         return self.shape.fields
 
     def _all(self) -> Now:

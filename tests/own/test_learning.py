@@ -176,22 +176,25 @@ def test_every_held_out_episode_is_played_once_whatever_the_lanes(lanes):
 
 
 def memory(recall):
-    """The mean return of a policy on what A learned from random play, of 200 episodes."""
+    """How much of its first tick A tells, against the mean, and what D then earns with it."""
 
     def make():
-        return GymnasiumWorld(Hint(), "hint")
+        return GymnasiumWorld(Hint(delay=12), "hint")
 
-    shape, data = recorded(make, 150, 8)
-    params = PerceptionParams(hidden=16, steps=120, chunk=16, recall=recall)
+    shape, data = recorded(make, 300, 8)
+    params = PerceptionParams(hidden=16, steps=200, chunk=16, recall=recall)
     perception, heads = train_perception(shape, data, params, 0, Plain())
     judged = judge_perception(shape, data, perception, heads)
     sizes = (perception.senses.width, 16)
-    chosen = PolicyParams(ticks=6000, lanes=8, rollout=32, minibatch=64, epochs=6, hidden=32)
+    chosen = PolicyParams(ticks=10_000, lanes=8, rollout=64, minibatch=64, epochs=6, hidden=32)
     learned = train_policy(lanes_of(make, 8), perception, sizes, chosen, 0, Plain())
-    return judged, learned.numbers["best_trailing_return"]
+    share = judged["recall_error"] / judged["recall_error_mean"]
+    return share, learned.numbers["best_trailing_return"]
 
 
-def test_a_hint_of_the_first_tick_is_remembered_and_used():
-    judged, earned = memory(recall=1.0)
-    assert judged["recall_error"] < 0.3 * judged["recall_error_mean"]
-    assert earned > 0.9  # 0.5 is guessing
+def test_a_hint_of_the_first_tick_is_remembered_and_used_only_with_recall():
+    """0.5 is guessing, 1 the best; the best 40 episodes in a row of a guesser are somewhat above."""
+    share, earned = memory(recall=1.0)
+    assert share < 0.9
+    assert earned > 0.95
+    assert memory(recall=0.0)[1] < 0.8

@@ -13,10 +13,11 @@ from hamlet.artifacts import HamletError, atomic_path, card_path, read_json, wri
 from hamlet.export.frozen import tensor_schema
 from hamlet.export.onnx import OPSET, export_onnx, runtimes_of
 from hamlet.own import paths
+from hamlet.own.data import loaded
 from hamlet.own.running import Running
 from hamlet.plain.agent import STATES, PlainAgent, example_inputs
 from hamlet.serving.agent import OnnxAgent
-from hamlet.worlds.contract import MASK, WorldShape
+from hamlet.worlds.contract import WorldShape
 
 PARITY_BATCHES = (1, 7, 64)
 PARITY_TICKS = 16
@@ -26,8 +27,6 @@ ILLEGAL = -1e30
 
 def agent(s: Running) -> None:
     """Put the frozen modules together and export them."""
-    from hamlet.own.stages import loaded
-
     files = {
         "perception": paths.PERCEPTION, "world_model": paths.WORLD_MODEL, "policy": paths.POLICY
     }  # fmt: skip
@@ -35,7 +34,7 @@ def agent(s: Running) -> None:
         files["social"] = paths.SOCIAL
     graphs, cards = {}, {}
     for kind, path in files.items():
-        graphs[kind], cards[kind] = loaded(s, path)
+        graphs[kind], cards[kind] = loaded(path, s.world)
         if kind != "perception" and (
             cards[kind]["upstream"]["perception"] != cards["perception"]["sha256"]
         ):
@@ -126,6 +125,3 @@ def _gap(a: Tensor, b: np.ndarray) -> float:
     known = a > ILLEGAL
     gap = (a - other).abs() / a.abs().clamp_min(1.0)
     return float(torch.where(known, gap, 0.0).max()) if a.numel() else 0.0
-
-
-__all__ = ["MASK", "agent", "compare", "export", "limits"]

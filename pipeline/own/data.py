@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hamlet.artifacts import HamletError, atomic_path, check_card, how_to_make, write_card
+from hamlet.export.frozen import Frozen, load_frozen
 from hamlet.worlds.contract import WorldShape
 from hamlet.worlds.lanes import Lanes
 
@@ -81,6 +82,17 @@ def of_this_world(path: Path, card: Mapping[str, Any], world: str) -> None:
             f"{path} was made in another world than artifacts/world.json describes",
             how_to_make(path),
         )
+
+
+def loaded(path: Path, world: str) -> tuple[Frozen, dict[str, Any]]:
+    """A frozen module of this world, and its card.
+
+    Raises:
+        HamletError: it is missing, corrupt or of another world.
+    """
+    graph, card = load_frozen(path)
+    of_this_world(path, card, world)
+    return graph, card
 
 
 def fields_of(shape: WorldShape, data: Mapping[str, Tensor], last: bool = False) -> list[Tensor]:

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from hamlet.artifacts import HamletError, atomic_path, check_card, write_card, write_json
-from hamlet.export.frozen import Frozen, freeze, load_frozen, prove_parity
+from hamlet.export.frozen import freeze, load_frozen, prove_parity
 from hamlet.own import paths
 from hamlet.own.data import (
     Recorder,
     believe,
+    loaded,
     of_this_world,
     read_data,
     write_data,
@@ -113,7 +114,7 @@ def freeze_perception(s: Running) -> None:
 def world_model(s: Running) -> None:
     """Train module B on the frozen A, and freeze it."""
     data, _ = read_data(paths.DATASET, s.world)
-    perceive, card = loaded(s, paths.PERCEPTION)
+    perceive, card = loaded(paths.PERCEPTION, s.world)
     believed = believe(perceive, s.shape, data, card["hidden"])
     module, numbers = train_world_model(
         s.shape, data, believed, s.params.world_model, s.params.policy.gamma, s.params.seed, s
@@ -125,7 +126,7 @@ def world_model(s: Running) -> None:
 
 def policy(s: Running) -> None:
     """Train module D on the frozen A, and freeze it; its last play is kept for C."""
-    perceive, card = loaded(s, paths.PERCEPTION)
+    perceive, card = loaded(paths.PERCEPTION, s.world)
     seeds = training_seeds(s.params.seed, LEARNING)
     lanes = Lanes(s.maker(), s.params.policy.lanes, seeds, s.params.world.longest)
     sizes = (card["features"], card["hidden"])
@@ -143,23 +144,12 @@ def social(s: Running) -> None:
 
     While they play at random there is nothing to tell of them.
     """
-    perceive_card = loaded(s, paths.PERCEPTION)[1]
+    perceive_card = loaded(paths.PERCEPTION, s.world)[1]
     data, _ = read_data(paths.PLAYED, s.world)
     module, numbers = train_social(s.shape, data, s.params.social, s.params.seed, s)
     names = ["next_action_of_others"]
     parity = _frozen_head(s, Odds(module), perceive_card, names, paths.SOCIAL, "social")
     s.write(numbers | parity)
-
-
-def loaded(s: Running, path: Path) -> tuple[Frozen, dict[str, Any]]:
-    """A frozen module of this world, and its card.
-
-    Raises:
-        HamletError: it is missing, corrupt or of another world.
-    """
-    graph, card = load_frozen(path)
-    of_this_world(path, card, s.world)
-    return graph, card
 
 
 def _frozen_head(

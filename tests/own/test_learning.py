@@ -193,7 +193,7 @@ def memory(recall):
 
 
 def test_a_hint_of_the_first_tick_is_remembered_and_used_only_with_recall():
-    """0.5 is guessing, 1 the best; the best 40 episodes in a row of a guesser are somewhat above."""
+    """0.5 is guessing, 1 the best; a guesser's luckiest 40 episodes are somewhat above."""
     share, earned = memory(recall=1.0)
     assert share < 0.9
     assert earned > 0.95

@@ -179,7 +179,7 @@ world_model: {{members: 3, hidden: 128, steps: 600}}
 policy:
   ticks: 28000        # of all worlds together
   lanes: 8
-  rollout: 128
+  rollout: 64
   minibatch: {256 if several else 128}
   epochs: 10
   learning_rate: {"0.0005" if several else "0.001"}

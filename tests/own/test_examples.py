@@ -143,7 +143,7 @@ def test_an_example_runs_to_a_registered_and_served_agent(example, tmp_path):
         shutil.copyfile(EXAMPLES / example / name, folder / name)
     sections = "\n".join(f"{name}: {value}" for name, value in TINY.items())
     (folder / "params.yaml").write_text(
-        f"seed: 0\nworld: {{make: python:world.make}}\n{sections}\n"
+        f"seed: 0\nworld: {{make: 'python:world.make'}}\n{sections}\n"
     )
     done = subprocess.run(
         ["dvc", "repro"], cwd=folder, env=environment(), capture_output=True, text=True, check=False

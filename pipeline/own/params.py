@@ -40,7 +40,9 @@ class PerceptionParams(Section):
     hidden: int = Field(default=64, ge=4, description="width of the belief")
     steps: int = Field(default=300, ge=1, description="gradient steps")
     chunk: int = Field(default=32, ge=2, description="ticks through which a step goes back")
-    learning_rate: float = Field(default=2e-3, gt=0, lt=1)
+    learning_rate: float = Field(
+        default=2e-3, gt=0, lt=1, description="at first; it falls to a tenth"
+    )
     recall: float = Field(
         default=1.0, ge=0, description="weight of telling what was observed earlier in this life"
     )
@@ -49,20 +51,24 @@ class PerceptionParams(Section):
 class WorldModelParams(Section):
     """Module B."""
 
-    members: int = Field(default=3, ge=2)
-    hidden: int = Field(default=128, ge=8)
-    steps: int = Field(default=600, ge=1)
-    batch: int = Field(default=256, ge=2)
-    learning_rate: float = Field(default=1e-3, gt=0, lt=1)
+    members: int = Field(default=3, ge=2, description="of the ensemble")
+    hidden: int = Field(default=128, ge=8, description="width of its layers")
+    steps: int = Field(default=600, ge=1, description="gradient steps")
+    batch: int = Field(default=256, ge=2, description="rows of a gradient step")
+    learning_rate: float = Field(
+        default=1e-3, gt=0, lt=1, description="at first; it falls to a tenth"
+    )
 
 
 class SocialParams(Section):
     """Module C; of no use in a world of one agent."""
 
-    hidden: int = Field(default=128, ge=8)
-    steps: int = Field(default=600, ge=1)
-    batch: int = Field(default=256, ge=2)
-    learning_rate: float = Field(default=1e-3, gt=0, lt=1)
+    hidden: int = Field(default=128, ge=8, description="width of its layers")
+    steps: int = Field(default=600, ge=1, description="gradient steps")
+    batch: int = Field(default=256, ge=2, description="rows of a gradient step")
+    learning_rate: float = Field(
+        default=1e-3, gt=0, lt=1, description="at first; it falls to a tenth"
+    )
 
 
 class PolicyParams(Section):
@@ -72,13 +78,13 @@ class PolicyParams(Section):
     lanes: int = Field(default=8, ge=2, description="worlds side by side")
     rollout: int = Field(default=64, ge=2, description="ticks of each between updates")
     minibatch: int = Field(default=128, ge=2, description="rows of one gradient step")
-    epochs: int = Field(default=10, ge=1)
-    hidden: int = Field(default=64, ge=4)
+    epochs: int = Field(default=10, ge=1, description="passes over a rollout, at most")
+    hidden: int = Field(default=64, ge=4, description="width of actor and critic")
     learning_rate: float = Field(default=1e-3, gt=0, lt=1, description="at first; it falls to 0")
-    gamma: float = Field(default=0.99, gt=0, lt=1)
-    lam: float = Field(default=0.95, ge=0, le=1)
-    clip: float = Field(default=0.2, gt=0, lt=1)
-    entropy: float = Field(default=0.01, ge=0)
+    gamma: float = Field(default=0.99, gt=0, lt=1, description="discount per tick")
+    lam: float = Field(default=0.95, ge=0, le=1, description="lambda of the advantages")
+    clip: float = Field(default=0.2, gt=0, lt=1, description="of PPO's ratio")
+    entropy: float = Field(default=0.01, ge=0, description="weight of the odds' entropy")
     max_kl: float = Field(default=0.05, gt=0, description="no further epoch beyond it")
     kept_ticks: int = Field(
         default=4000, ge=64, description="last ticks, of all worlds, that module C learns from"
@@ -88,7 +94,7 @@ class PolicyParams(Section):
 class EvaluateParams(Section):
     """The exported file plays episodes whose seeds no training met."""
 
-    episodes: int = Field(default=200, ge=2)
+    episodes: int = Field(default=200, ge=2, description="held-out ones that are played")
     lanes: int = Field(
         default=16, ge=1, description="episodes side by side; no result depends on it"
     )
@@ -100,7 +106,9 @@ class EvaluateParams(Section):
 class RegisterParams(Section):
     """The gate, and the name under which the agent is registered."""
 
-    model: str = Field(default="own-agent", pattern=r"^[\w.-]+$")
+    model: str = Field(
+        default="own-agent", pattern=r"^[\w.-]+$", description="its name in the registry"
+    )
     min_return: float | None = Field(default=None, description="least mean return, None: any")
     beats_random: bool = Field(
         default=True, description="its return must be above random play's, beyond doubt"
@@ -114,7 +122,7 @@ with warnings.catch_warnings():
     class OwnParams(Section):
         """All of params.yaml."""
 
-        seed: int = Field(default=0, ge=0)
+        seed: int = Field(default=0, ge=0, description="of everything that is drawn")
         world: WorldParams
         collect: CollectParams = Field(default_factory=CollectParams)
         perception: PerceptionParams = Field(default_factory=PerceptionParams)

@@ -28,13 +28,14 @@ class PettingZooWorld:
     each agent also observes its own index, as the field `agent`.
 
     Args:
-        env: a ParallelEnv. name: what to call it.
+        env: a ParallelEnv. name: what to call it, if its metadata has no name.
 
     Raises:
         HamletError: its spaces cannot be taken.
     """
 
     def __init__(self, env: Any, name: str) -> None:
+        name = getattr(env, "metadata", {}).get("name") or name
         self.env, self.name = env, name
         agents = list(getattr(env, "possible_agents", ()))
         if not agents:

@@ -40,7 +40,7 @@ def leaves(space: Any, world: str) -> tuple[list[Leaf], list[str]]:
         if path and path[-1] == MASK:
             continue
         name = _name(path)
-        if type(part).__name__ == "Text" or "Text" in {c.__name__ for c in type(part).__mro__}:
+        if _is_text(part):
             ignored.append(name)
             continue
         found.append(_leaf(name, path, part, world))
@@ -68,6 +68,16 @@ def _parts(space: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
             yield from _parts(part, (*path, i))
     else:
         yield path, space
+
+
+def _is_text(space: Any) -> bool:
+    """Whether a space holds texts: Gymnasium's own, or one like it (a MiniGrid mission)."""
+    if type(space).__name__ in ("Box", "Discrete", "MultiDiscrete", "MultiBinary"):
+        return False
+    try:
+        return isinstance(space.sample(), str)
+    except Exception:  # somebody's own space
+        return False
 
 
 def _name(path: Path) -> str:

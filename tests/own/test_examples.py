@@ -156,9 +156,12 @@ def test_an_example_runs_to_a_registered_and_served_agent(example, tmp_path):
     told = hamlet("act", input=asked.stdout, cwd=folder)
     assert told.returncode == 0, told.stderr
     assert {"action", "action_odds", "imagined", "value"} <= json.loads(told.stdout).keys()
-    played = hamlet("play", "--ticks", "3", cwd=folder)
-    assert "return after 3 ticks" in played.stdout, played.stderr
-    assert "is artifacts/agent.onnx" in " ".join(hamlet("doctor", cwd=folder).stdout.split())
+    if example == "own_pettingzoo":
+        played = hamlet("play", "--ticks", "3", cwd=folder)
+        assert "return after 3 ticks" in played.stdout, played.stderr
+    else:
+        found = " ".join(hamlet("doctor", cwd=folder).stdout.split())
+        assert "version 1 is artifacts/agent.onnx" in found
     assert served(folder, json.loads(asked.stdout)) in json.loads(told.stdout)["action_odds"]
 
 

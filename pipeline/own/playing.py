@@ -18,7 +18,7 @@ from hamlet.worlds.contract import WorldShape
 from hamlet.worlds.lanes import HELD_OUT, Lanes, maker
 from hamlet.worlds.opening import open_world
 
-UNSEEN = HELD_OUT // 2  # added to the seed's half: episodes that no stage has played
+UNSEEN = HELD_OUT // 2  # held-out seeds from here on: episodes that no stage has played
 
 
 def play_own(agent: OnnxAgent, seed: int, ticks: int, gif: Path | None, speed: float) -> None:
@@ -31,7 +31,7 @@ def play_own(agent: OnnxAgent, seed: int, ticks: int, gif: Path | None, speed: f
     given = load_own_params().world
     mode = "rgb_array" if gif else None
     make = maker(lambda: open_world(given.make, given.kwargs, mode), shape)
-    lanes = Lanes(make, 1, iter([HELD_OUT + UNSEEN + seed] * 2), given.longest)
+    lanes = Lanes(make, 1, iter([HELD_OUT + UNSEEN + seed % UNSEEN] * 2), given.longest)
     console = Console(highlight=False)
     try:
         frames = []

@@ -65,6 +65,8 @@ def candidate(params: RegisterParams) -> Candidate:
             f"{paths.metrics('evaluate')} is about another agent than {paths.AGENT}",
             how_to_make(paths.metrics("evaluate")),
         )
+    if not paths.RETURNS.exists():
+        raise HamletError(f"{paths.RETURNS} is missing", how_to_make(paths.RETURNS))
     with paths.RETURNS.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     own = [float(row["return"]) for row in rows if row["player"] == "agent"]

@@ -22,7 +22,7 @@ from hamlet.own.params import PolicyParams
 from hamlet.plain.policy import Policy
 from hamlet.worlds.lanes import Lanes, Row
 
-TRAILING = 40  # episodes whose mean return says which weights are the best so far
+TRAILING = 40  # episodes whose mean return says how good the weights are
 
 
 class RewardScale:
@@ -53,11 +53,30 @@ class RewardScale:
         return max(float(np.sqrt(self.squares / self.count)), 1e-6)
 
 
+class Trailing(NamedTuple):
+    """The mean return of the last episodes, and its standard error."""
+
+    mean: float
+    error: float
+
+    def clearly_above(self, other: Trailing) -> bool:
+        """Whether it is higher by more than luck explains: two standard errors."""
+        return self.mean - other.mean > 2 * float(np.hypot(self.error, other.error))
+
+
+def trailing_of(returns: list[np.ndarray]) -> Trailing | None:
+    """Of the last `TRAILING` episodes' returns [N]; None as long as there are fewer."""
+    if len(returns) < TRAILING:
+        return None
+    means = np.mean(returns[-TRAILING:], axis=1)
+    return Trailing(float(means.mean()), float(means.std() / TRAILING**0.5))
+
+
 class Learned(NamedTuple):
     """What PPO leaves.
 
     Attributes:
-        policy: of the best trailing return.
+        policy: the last one, or an earlier one whose trailing return was clearly higher.
         scale: of rewards at the end; values are in its units.
         played: features, belief, action, alive [T, S, ...] of the last ticks.
         numbers: of the training.
@@ -194,16 +213,16 @@ def train_policy(
     rows = params.rollout * len(lanes.now.alive)
     shuffles = torch.Generator().manual_seed(seed)
     kept: deque[TensorDict] = deque(maxlen=max(1, params.kept_ticks // (params.rollout * count)))
-    best, best_return, taken = deepcopy(policy), -np.inf, 0
+    best, best_trailing, taken, trailing = deepcopy(policy), Trailing(-np.inf, 0.0), 0, None
     for step in log.steps(updates, 0):
         update.set_learning_rate(params.learning_rate * (1 - step / updates))
         buffer.reset()
         player.play(buffer)
         assert buffer.data is not None
         kept.append(buffer.data.select("features", "belief", "action", "alive").clone())
-        trailing = [float(np.mean(x)) for x in lanes.returns[-TRAILING:]]
-        if len(lanes.returns) >= TRAILING and np.mean(trailing) >= best_return:
-            best, best_return, taken = deepcopy(policy), float(np.mean(trailing)), step
+        trailing = trailing_of(lanes.returns)
+        if trailing is not None and trailing.mean >= best_trailing.mean:
+            best, best_trailing, taken = deepcopy(policy), trailing, step
         with_advantages(buffer.data, player.scale.value, params.gamma, params.lam)
         told: dict[str, Tensor] = {}
         for _ in range(params.epochs):
@@ -213,12 +232,12 @@ def train_policy(
                 divergence.append(told["approx_kl"])
             if torch.stack(divergence).mean() > params.max_kl:
                 break
-        mean = torch.tensor(float(np.mean(trailing)) if trailing else float("nan"))
+        mean = torch.tensor(trailing.mean if trailing else float("nan"))
         log.record(step, {"trailing_return": mean, **told})
-    if len(lanes.returns) < TRAILING:
-        best, best_return, taken = policy, float("nan"), updates
+    if trailing is None or not best_trailing.clearly_above(trailing):
+        best, best_trailing, taken = policy, trailing or Trailing(float("nan"), 0.0), updates
     numbers = {
-        "best_trailing_return": best_return, "best_update": taken, "updates": updates,
+        "trailing_return": best_trailing.mean, "taken_update": taken, "updates": updates,
         "ticks": updates * params.rollout * count, "episodes": len(lanes.returns),
         "reward_scale": player.scale.value,
     }  # fmt: skip

@@ -15,7 +15,13 @@ from hamlet.own.evaluating import AtRandom, play_cases
 from hamlet.own.params import PerceptionParams, PolicyParams
 from hamlet.own.train_perception import ages, judge_perception, questions, train_perception
 from hamlet.own.train_policy import Player as Learner
-from hamlet.own.train_policy import RewardScale, train_policy, with_advantages
+from hamlet.own.train_policy import (
+    RewardScale,
+    Trailing,
+    trailing_of,
+    train_policy,
+    with_advantages,
+)
 from hamlet.own.train_social import others_of
 from hamlet.plain.agent import draw
 from hamlet.plain.policy import Policy
@@ -134,6 +140,15 @@ def test_the_reward_scale_runs_on():
     assert (scale.sums == 0).all()
 
 
+def test_earlier_weights_are_taken_only_if_they_were_clearly_better():
+    even = [np.array([float(i % 2), float(i % 2)]) for i in range(60)]
+    assert trailing_of(even[:39]) is None
+    now = trailing_of(even)
+    assert now == (0.5, pytest.approx(0.5 / 40**0.5))
+    assert not Trailing(0.7, now.error).clearly_above(now)  # 0.2 is less than 0.224
+    assert Trailing(0.73, now.error).clearly_above(now)
+
+
 def test_the_others_of_each_slot_are_those_of_its_lane():
     x = torch.tensor([[10, 11, 12, 20, 21, 22]])
     assert others_of(x, 3)[0].tolist() == [
@@ -189,7 +204,7 @@ def memory(recall):
     chosen = PolicyParams(ticks=10_000, lanes=8, rollout=64, minibatch=64, epochs=6, hidden=32)
     learned = train_policy(lanes_of(make, 8), perception, sizes, chosen, 0, Plain())
     share = judged["recall_error"] / judged["recall_error_mean"]
-    return share, learned.numbers["best_trailing_return"]
+    return share, learned.numbers["trailing_return"]
 
 
 def test_a_hint_of_the_first_tick_is_remembered_and_used_only_with_recall():

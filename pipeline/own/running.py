@@ -157,17 +157,27 @@ def describe(params: OwnParams) -> dict[str, Any]:
         try_out(world)
     finally:
         world.close()
-    kind, _, name = given.make.partition(":")
-    file = Path(*name.rpartition(".")[0].split(".")).with_suffix(".py")
     here = Path(__file__).parents[1]
     return {
         "world": world.shape.to_dict(),
         "make": given.make,
         "kwargs": given.kwargs,
-        "file": sha256_path(file) if kind == "python" and file.is_file() else None,
+        "files": own_files(),
         "packages": {name: found for name in PACKAGES if (found := _version(name))},
         "code": {name: sha256_path(here / name) for name in CODE},
     }
+
+
+def own_files() -> dict[str, str]:
+    """Hashes of the Python files below this folder that were imported: what makes the world."""
+    here, found = Path.cwd().resolve(), {}
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if file and here in (path := Path(file).resolve()).parents and path.is_file():
+            name = path.relative_to(here)
+            if not {".venv", "venv", "site-packages"} & set(name.parts):
+                found[name.as_posix()] = sha256_path(path)
+    return dict(sorted(found.items()))
 
 
 def try_out(world: World, ticks: int = 50) -> None:

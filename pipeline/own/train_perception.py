@@ -15,7 +15,7 @@ from hamlet.learning.update import Update
 from hamlet.own.data import before_of, fields_of, held_out
 from hamlet.own.params import PerceptionParams
 from hamlet.plain.perception import Heads, Perception
-from hamlet.plain.senses import statistics_of
+from hamlet.plain.senses import PART, statistics_of
 from hamlet.worlds.contract import WorldShape
 
 FIRST_SHARE = 0.25  # of the questions of recall are about the first tick of a life
@@ -48,8 +48,10 @@ def lessons_of(shape: WorldShape, data: Mapping[str, Tensor], perception: Percep
     t, s = data["action"].shape
 
     def features(last: bool) -> Tensor:
-        flat = [x.flatten(0, 1) for x in fields_of(shape, data, last)]
-        return perception.senses(*flat).unflatten(0, (t, s))
+        parts = [x.flatten(0, 1).split(PART) for x in fields_of(shape, data, last)]
+        return torch.cat([perception.senses(*x) for x in zip(*parts, strict=True)]).unflatten(
+            0, (t, s)
+        )
 
     alive = data["alive"]
     reward = data["reward"]

@@ -13,6 +13,7 @@ from hamlet.worlds.contract import Field, WorldShape
 
 LIMIT = 10.0  # deviations beyond which a number is cut off
 POOLED = 12  # rows and columns of a larger picture as features
+PART = 512  # pictures that are worked on at once
 LEAST_SHARE = 0.05  # least deviation, as a share of the field's largest size
 
 
@@ -95,7 +96,8 @@ def statistics_of(
     for field in shape.fields:
         if field.kind == "codes":
             continue
-        x = flat(data[field.name][rows], field).double()
+        parts = [flat(x, field) for x in data[field.name][rows].split(PART)]
+        x = torch.cat(parts).double()
         largest = x.abs().max().clamp_min(1e-6)
         std = x.std(0, correction=0).clamp_min(LEAST_SHARE * largest)
         found[field.name] = {"mean": x.mean(0).float(), "std": std.float()}

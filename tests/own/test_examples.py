@@ -20,6 +20,7 @@ from own_worlds import Counting
 from hamlet.artifacts import HamletError
 from hamlet.own.params import is_own, load_own_params
 from hamlet.own.project import write_project
+from hamlet.own.running import own_files
 from hamlet.worlds.opening import open_world
 
 ROOT = Path(__file__).parents[2]
@@ -90,6 +91,15 @@ def test_a_module_of_this_folder_comes_along(here):
     assert (here / "new" / "mine.py").read_text() == (here / "mine.py").read_text()
     assert "from mine import make as make" in (here / "new" / "world.py").read_text()
     assert "      - mine.py\n" in (here / "new" / "dvc.yaml").read_text()
+
+
+def test_what_the_world_is_made_of_is_part_of_its_description(here):
+    (here / "mine.py").write_text("from own_worlds import Counting\nmake = Counting\n")
+    open_world("python:mine.make")
+    before = own_files()
+    (here / "mine.py").write_text("from own_worlds import Counting\n\n\nmake = Counting\n")
+    assert before.keys() == own_files().keys() == {"mine.py"}
+    assert before != own_files()
 
 
 def test_a_folder_that_holds_something_is_left_alone(here):

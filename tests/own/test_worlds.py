@@ -150,6 +150,19 @@ def test_vectors_and_actions_are_padded_and_the_agents_index_is_added():
     assert seen.mask.tolist() == [[True, True, False], [True, True, False], [True] * 3]
 
 
+def test_agents_that_observe_one_code_keep_each_their_own():
+    class Codes(Leaving):
+        def observation_space(self, agent):
+            return spaces.Discrete(5 if agent == "whole" else 4, start=1)
+
+        def seen(self, agents):
+            return {a: self.tick + 1 + self.possible_agents.index(a) for a in agents}
+
+    world = PettingZooWorld(Codes(), "codes")
+    assert [f.count for f in world.shape.fields] == [5, 3]
+    assert world.reset(0).fields["observation"].tolist() == [0, 0, 2]
+
+
 def test_masks_of_info_and_of_the_observation_are_obeyed():
     class Inside(Masked):
         observation_space = spaces.Dict(

@@ -22,6 +22,7 @@ from hamlet.own.params import PolicyParams
 from hamlet.plain.policy import Policy
 from hamlet.worlds.lanes import Lanes, Row
 
+LARGEST = 10.0  # of a scaled reward: the first of a sparse world must not drown all else
 TRAILING = 40  # episodes whose mean return says how good the weights are
 
 
@@ -176,14 +177,14 @@ class Loss:
 
 
 def with_advantages(rollout: TensorDict, scale: float, gamma: float, lam: float) -> None:
-    """Add advantages and targets [T, S], of rewards divided by `scale`.
+    """Add advantages and targets [T, S], of rewards divided by `scale` and cut off at `LARGEST`.
 
     A terminated life is worth nothing more; a truncated one what its last observation promises.
     """
     ended = rollout["terminated"] | rollout["truncated"]
     advantage, target = gae(
-        rollout["reward"] / scale, rollout["value"], rollout["next_value"], rollout["terminated"],
-        ended, gamma, lam, rollout["alive"],
+        (rollout["reward"] / scale).clamp(-LARGEST, LARGEST), rollout["value"],
+        rollout["next_value"], rollout["terminated"], ended, gamma, lam, rollout["alive"],
     )  # fmt: skip
     rollout["advantage"], rollout["target"] = advantage, target
 

@@ -149,6 +149,14 @@ def test_earlier_weights_are_taken_only_if_they_were_clearly_better():
     assert Trailing(0.73, now.error).clearly_above(now)
 
 
+def test_the_first_reward_of_a_sparse_world_is_cut_off():
+    lanes = lanes_of(lambda: GymnasiumWorld(Counting(3), "counting"), 2)
+    buffer = RolloutBuffer(3)
+    Learner(lanes, by_tick, Linear(), 1, 0, 0.9).play(buffer)
+    with_advantages(buffer.data, 0.001, 0.9, 0.95)
+    assert buffer.data["target"][2, 0].item() == pytest.approx(10.0)
+
+
 def test_the_others_of_each_slot_are_those_of_its_lane():
     x = torch.tensor([[10, 11, 12, 20, 21, 22]])
     assert others_of(x, 3)[0].tolist() == [

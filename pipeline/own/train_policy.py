@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.log import Log
-from hamlet.learning.losses import entropy_of, normalise, ppo_policy_loss, weighted_mean
+from hamlet.learning.losses import entropy_of, ppo_policy_loss, weighted_mean
 from hamlet.learning.returns import gae
 from hamlet.learning.update import Update
 from hamlet.modules.categorical import log_prob_of, masked_logits
@@ -22,6 +22,7 @@ from hamlet.own.params import PolicyParams
 from hamlet.plain.policy import Policy
 from hamlet.worlds.lanes import Lanes, Row
 
+LEAST = 0.1  # deviation of advantages that is made to be 1
 LARGEST = 10.0  # of a scaled reward: the first of a sparse world must not drown all else
 TRAILING = 40  # episodes whose mean return says how good the weights are
 
@@ -165,7 +166,7 @@ class Loss:
         weight = batch["alive"].float()
         improve, told = ppo_policy_loss(
             log_prob_of(logits, batch["action"]), batch["log_prob"],
-            normalise(batch["advantage"], weight), weight, self.params.clip,
+            normalised(batch["advantage"], weight), weight, self.params.clip,
         )  # fmt: skip
         spread = weighted_mean(entropy_of(logits), weight)
         fit = weighted_mean((value - batch["target"]).square(), weight)
@@ -174,6 +175,18 @@ class Loss:
             "approx_kl": told["approx_kl"], "clip_fraction": told["clip_fraction"],
             "entropy": spread.detach(), "value_loss": fit.detach(),
         }  # fmt: skip
+
+
+def normalised(advantages: Tensor, weight: Tensor) -> Tensor:
+    """Zero mean and at most unit deviation over the rows that count.
+
+    What deviates by less than `LEAST`, in units of the returns' own deviation, stays small: before
+    a sparse world has paid anything, advantages are the critic's noise, and made large they would
+    wear down the odds of all actions but a few.
+    """
+    mean = weighted_mean(advantages, weight)
+    deviation = weighted_mean((advantages - mean).square(), weight).sqrt()
+    return (advantages - mean) / deviation.clamp_min(LEAST)
 
 
 def with_advantages(rollout: TensorDict, scale: float, gamma: float, lam: float) -> None:

@@ -18,6 +18,7 @@ from hamlet.own.train_policy import Player as Learner
 from hamlet.own.train_policy import (
     RewardScale,
     Trailing,
+    normalised,
     trailing_of,
     train_policy,
     with_advantages,
@@ -155,6 +156,12 @@ def test_the_first_reward_of_a_sparse_world_is_cut_off():
     Learner(lanes, by_tick, Linear(), 1, 0, 0.9).play(buffer)
     with_advantages(buffer.data, 0.001, 0.9, 0.95)
     assert buffer.data["target"][2, 0].item() == pytest.approx(10.0)
+
+
+def test_the_critics_noise_is_not_made_large():
+    advantages, everyone = torch.tensor([2.0, 4.0, 100.0]), torch.tensor([1.0, 1.0, 0.0])
+    assert normalised(advantages, everyone)[:2].tolist() == pytest.approx([-1, 1])
+    assert normalised(advantages / 1000, everyone)[:2].tolist() == pytest.approx([-0.01, 0.01])
 
 
 def test_the_others_of_each_slot_are_those_of_its_lane():

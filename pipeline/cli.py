@@ -26,6 +26,7 @@ from rich.text import Text
 from hamlet.artifacts import HamletError, atomic_path
 from hamlet.cli_registry import add_commands
 from hamlet.offline.cli import app as offline_app
+from hamlet.own.cli import add_commands as add_own_commands
 from hamlet.serving.command import card, serve
 
 AGENT = Path("artifacts/agent.onnx")
@@ -106,6 +107,11 @@ def play(
     from hamlet.town import Town, pack_of_card, render_ascii, render_png
 
     player = OnnxAgent(trained(agent))
+    if "world" in player.card:
+        from hamlet.own.playing import play_own
+
+        play_own(player, world, ticks, gif, speed)
+        return
     town = Town(pack_of_card(player.card, agent), num_layouts=1, layout_seed=world + UNSEEN_MAPS)
     console = Console(highlight=False)
     returns = [0.0] * town.num_agents
@@ -433,6 +439,7 @@ def preset(
 
 
 add_commands(app, told_in_one_line)
+add_own_commands(app, told_in_one_line)
 
 
 # ------------------------------------------------------------------------------------------------

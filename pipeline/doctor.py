@@ -186,8 +186,18 @@ def _time_matmul(torch: Any, dtype: Any) -> float:
 def _params() -> Iterator[Check]:
     if find_spec("yaml") is None:
         return
+    from hamlet.own.params import is_own, load_own_params
     from hamlet.params import chosen_preset, load_params
 
+    if is_own():
+        from hamlet.worlds.opening import open_world
+
+        given = load_own_params().world
+        yield Check("params.yaml", "ok", "valid, of an own world")
+        world = open_world(given.make, given.kwargs)
+        world.close()
+        yield Check("world", "ok", f"{given.make} opens: {', '.join(world.shape.agents)}")
+        return
     load_params()
     preset = chosen_preset(Path())
     yield Check("params.yaml", "ok", f"valid, preset {preset}" if preset else "valid")
@@ -196,9 +206,12 @@ def _params() -> Iterator[Check]:
 def _pack() -> Iterator[Check]:
     if find_spec("yaml") is None:
         return
+    from hamlet.own.params import is_own
     from hamlet.params import load_params
     from hamlet.town import load_pack
 
+    if is_own():
+        return
     try:
         source = load_params().town.pack
     except HamletError:
@@ -210,9 +223,12 @@ def _pack() -> Iterator[Check]:
 def _facts() -> Iterator[Check]:
     if any(find_spec(package) is None for package in ("yaml", "torch")):
         return
+    from hamlet.own.params import is_own
     from hamlet.params import load_params
     from hamlet.proofs import open_graph
 
+    if is_own():
+        return
     try:
         params = load_params()
     except HamletError:
@@ -304,10 +320,13 @@ def _registry() -> Iterator[Check]:
     if uri.startswith("sqlite:///") and not database.exists():
         yield Check("champion", "warn", f"no registry at {uri} yet", "dvc repro register")
         return
-    found = tracking.champion(tracking.client())
+    from hamlet.own.params import is_own, load_own_params
+
+    model = load_own_params().register.model if is_own() else tracking.MODEL
+    found = tracking.champion(tracking.client(), model)
     verdict = Path("artifacts/metrics/register.json")
     if found is not None and found.tags.get("sha256") == sha256:
-        detail = f"{tracking.MODEL} version {found.version} is {AGENT}"
+        detail = f"{model} version {found.version} is {AGENT}"
         yield Check("champion", "ok", detail)
         return
     held = f"version {found.version} of another agent" if found else "nobody"

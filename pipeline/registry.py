@@ -1,4 +1,5 @@
-"""Which registered version is champion: a new one that is no worse on the same cases, or by hand.
+"""What the registry holds, and which version is champion: a new one that is no worse on the same
+cases, or by hand.
 
 The alias `champion` moves in two ways only. A version that is registered for the first time takes
 it if it passes its gate and is, on the same held-out cases, no worse on average than the version
@@ -9,13 +10,21 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from contextlib import chdir, redirect_stderr
+from importlib.metadata import version
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple, Protocol
 
 from hamlet import tracking
 from hamlet.artifacts import HamletError
-from hamlet.tracking import CHAMPION
+from hamlet.export.mlflow_signature import mlflow_signature
+from hamlet.ort import check_runtime
+from hamlet.tracking import CHAMPION, StageRun
 
 BEFORE = "champion_before"  # tag of a version: the number of the one that it took the alias from
 
@@ -73,6 +82,168 @@ def compare(new: Cases, old: Cases | None, holder: str) -> tuple[bool, str]:
         f" (95 % from {low:+.4g} to {high:+.4g})"
     )
     return mean >= 0, text
+
+
+# ------------------------------------------------------------------------------------------------
+# A new version
+
+
+class Candidate(Protocol):
+    """A file that wants to be champion of a registered model."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def file(self) -> Path: ...
+    @property
+    def card(self) -> Mapping[str, Any]: ...
+    @property
+    def reasons(self) -> list[str]:
+        """What speaks against it."""
+        ...
+
+    @property
+    def cases(self) -> Cases: ...
+    def facts(self) -> dict[str, float]:
+        """The numbers by which versions are compared."""
+        ...
+
+
+class Registered(NamedTuple):
+    """What the registry holds of a candidate now."""
+
+    version: int
+    new: bool
+    champion: int | None
+    """The version that holds the alias, whichever it is."""
+    why: str
+    """Of a new version, why it took the alias or did not."""
+
+
+def register_version(client: Any, run: StageRun, candidate: Candidate) -> Registered:
+    """Make sure that the registry holds a candidate; a new version may claim the alias."""
+    with tracking.tracking_lock():  # two workers may have made the same file
+        found = find_version(client, candidate.model, candidate.card["sha256"])
+        if found is not None:
+            return known_version(client, candidate, found)
+        holder = tracking.champion(client, candidate.model)
+        number = log_model(run, candidate)
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / f"{candidate.model}.json"
+            path.write_text(candidate.cases.text(), encoding="utf-8")
+            tracking.log_file(client, str(run.run_id), path, "cases")
+        passed, why = decide(client, candidate, holder)
+        if passed:
+            give_alias(client, candidate.model, number)
+        _describe(client, candidate, number, passed, why)
+    champion = number if passed else int(holder.version) if holder else None
+    return Registered(number, True, champion, why)
+
+
+def known_version(client: Any, candidate: Candidate, number: int) -> Registered:
+    """What the registry holds of a candidate that is its version `number` already."""
+    holder = tracking.champion(client, candidate.model)
+    return Registered(number, False, int(holder.version) if holder else None, "")
+
+
+def decide(client: Any, candidate: Candidate, holder: Any) -> tuple[bool, str]:
+    """Whether a new version takes the alias from the version that holds it, and why."""
+    if candidate.reasons:
+        return False, "; ".join(candidate.reasons)
+    if holder is None:
+        return True, "passed its gate, and no version was champion"
+    name = f"version {holder.version}"
+    if tracking.file_of(client, holder) is False:
+        return True, f"passed its gate, and the file of {name} is gone"
+    text = tracking.read_file(client, holder.run_id, f"cases/{candidate.model}.json")
+    old = Cases.of(text) if text else None
+    return compare(candidate.cases, old, name)
+
+
+def _describe(client: Any, candidate: Candidate, number: int, passed: bool, why: str) -> None:
+    facts = {key: f"{value:.6g}" for key, value in candidate.facts().items()}
+    tags = facts | {
+        "gate": "; ".join(candidate.reasons) or "passed",
+        "promoted": f"{'yes' if passed else 'no'}: {why}",
+    }
+    for key, value in tags.items():
+        client.set_model_version_tag(candidate.model, str(number), key, value)
+    scores = ", ".join(f"{key} {value}" for key, value in facts.items())
+    verdict = "Champion when it was registered" if passed else "Not champion"
+    client.update_model_version(candidate.model, str(number), f"{scores}. {verdict}: {why}.")
+
+
+def find_version(client: Any, model: str, sha256: str) -> int | None:
+    """The first version of a model with this hash whose file is still there, or None."""
+    numbers: list[int] = []
+    gone: list[int] = []
+    for found in client.search_model_versions(f"name = '{model}'"):
+        if found.tags.get("sha256") == sha256:
+            lost = tracking.file_of(client, found) is False
+            (gone if lost else numbers).append(int(found.version))
+    if gone and not numbers:
+        print(
+            f"warning: the file of {model} version {min(gone)} is gone: it is registered again, as "
+            "a new version",
+            file=sys.stderr,
+        )
+    return min(numbers, default=None)
+
+
+def log_model(run: StageRun, candidate: Candidate) -> int:
+    """Log an ONNX file that requires one ONNX Runtime; returns its version.
+
+    The execution's own run holds it, so that its row shows it.
+    """
+    import mlflow
+    import onnx
+
+    build, build_version = check_runtime()  # MLflow's own list would name both builds
+    needs = [f"{build}=={build_version}", f"onnx=={version('onnx')}"]
+    model, card = onnx.load(candidate.file), candidate.card
+    mlflow.set_tracking_uri(tracking.tracking_uri())
+    chatter = StringIO()
+    try:
+        with (
+            redirect_stderr(chatter),
+            chdir(tracking.repo_root()),  # artifacts have names relative to it
+            mlflow.start_run(run_id=run.parent_id, log_system_metrics=False),
+        ):
+            logged = mlflow.onnx.log_model(
+                model,
+                name=candidate.file.stem,
+                signature=mlflow_signature(model),
+                pip_requirements=needs,
+                onnx_execution_providers=["CPUExecutionProvider"],
+                save_as_external_data=False,
+                metadata={
+                    "sha256": card["sha256"],
+                    "upstream": dict(card["upstream"]),
+                    "card": json.dumps(card),  # all that a server needs beside the graph
+                },
+            )
+        made = tracking.client().create_model_version(
+            _model_named(candidate.model),
+            logged.model_uri,
+            run.run_id,
+            tags={"sha256": card["sha256"]},
+            model_id=logged.model_id,
+        )
+    except BaseException:
+        sys.stderr.write(chatter.getvalue())
+        raise
+    return int(made.version)
+
+
+def _model_named(name: str) -> str:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        tracking.client().create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    return name
 
 
 # ------------------------------------------------------------------------------------------------

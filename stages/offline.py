@@ -207,8 +207,8 @@ def _register(path: Path, run: StageRun, judged: dict[str, Any]) -> int:
     """Register the file under its own name and make it champion; returns its version."""
     from hamlet import tracking
     from hamlet.artifacts import check_card
-    from hamlet.registry import Cases, give_alias
-    from stages.register import Candidate, log_model
+    from hamlet.registry import Cases, give_alias, log_model
+    from stages.register import Candidate
 
     card = check_card(path)
     client = tracking.client()

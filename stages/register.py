@@ -8,15 +8,9 @@ PyTorch.
 """
 
 import csv
-import json
 import shlex
-import sys
 from collections.abc import Mapping
-from contextlib import chdir, redirect_stderr
-from importlib.metadata import version
-from io import StringIO
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -31,11 +25,15 @@ from hamlet.artifacts import (
     sha256_json,
     write_json,
 )
-from hamlet.export.mlflow_signature import mlflow_signature
-from hamlet.ort import check_runtime
 from hamlet.params import Params, load_params
-from hamlet.registry import Cases, compare, give_alias
-from hamlet.tracking import MODEL, PROVER_MODEL, StageRun, stage_run
+from hamlet.registry import (
+    Cases,
+    Registered,
+    find_version,
+    known_version,
+    register_version,
+)
+from hamlet.tracking import MODEL, PROVER_MODEL, stage_run
 from stages.common import one_line_errors
 from stages.overall import spent, table, timed
 from stages.paths import AGENT, EPISODE, PROVER_ONNX, RANKS, REPORT, curve, metrics
@@ -74,17 +72,6 @@ class Candidate(NamedTuple):
             for name, short in FACTS[self.model].items()
             if isinstance(self.scores.get(name), int | float)
         }
-
-
-class Registered(NamedTuple):
-    """What the registry holds of a candidate now."""
-
-    version: int
-    new: bool
-    champion: int | None
-    """The version that holds the alias, whichever it is."""
-    why: str
-    """Of a new version, why it took the alias or did not."""
 
 
 def main() -> None:
@@ -209,7 +196,7 @@ def register(params: Params, candidates: list[Candidate]) -> list[Registered]:
         if idle:
             tracking.send_waiting(client, tracking.tracking_uri())
         if idle and all(found):
-            return [_known(client, c, n) for c, n in zip(candidates, found) if n is not None]
+            return [known_version(client, c, n) for c, n in zip(candidates, found) if n is not None]
         return _logged(client, params, candidates)
     except HamletError:
         raise
@@ -229,7 +216,7 @@ def _logged(client: Any, params: Params, candidates: list[Candidate]) -> list[Re
         run.flush(patience=60.0)
         if run.run_id is None:
             raise tracking.no_registry("it does not answer")
-        done = [_register(client, run, candidate) for candidate in candidates]
+        done = [register_version(client, run, candidate) for candidate in candidates]
         for candidate, now in zip(candidates, done):
             name = candidate.model.removeprefix("hamlet-")
             run.execution(
@@ -238,130 +225,6 @@ def _logged(client: Any, params: Params, candidates: list[Candidate]) -> list[Re
             )
         run.tag("hamlet.model_version", done[0].version)
         return done
-
-
-def _register(client: Any, run: StageRun, candidate: Candidate) -> Registered:
-    with tracking.tracking_lock():  # two workers may have made the same file
-        found = find_version(client, candidate.model, candidate.card["sha256"])
-        if found is not None:
-            return _known(client, candidate, found)
-        holder = tracking.champion(client, candidate.model)
-        number = log_model(run, candidate)
-        with TemporaryDirectory() as folder:
-            path = Path(folder) / f"{candidate.model}.json"
-            path.write_text(candidate.cases.text(), encoding="utf-8")
-            tracking.log_file(client, str(run.run_id), path, "cases")
-        passed, why = decide(client, candidate, holder)
-        if passed:
-            give_alias(client, candidate.model, number)
-        _describe(client, candidate, number, passed, why)
-    champion = number if passed else int(holder.version) if holder else None
-    return Registered(number, True, champion, why)
-
-
-def _known(client: Any, candidate: Candidate, number: int) -> Registered:
-    holder = tracking.champion(client, candidate.model)
-    return Registered(number, False, int(holder.version) if holder else None, "")
-
-
-def decide(client: Any, candidate: Candidate, holder: Any) -> tuple[bool, str]:
-    """Whether a new version takes the alias from the version that holds it, and why."""
-    if candidate.reasons:
-        return False, "; ".join(candidate.reasons)
-    if holder is None:
-        return True, "passed its gate, and no version was champion"
-    name = f"version {holder.version}"
-    if tracking.file_of(client, holder) is False:
-        return True, f"passed its gate, and the file of {name} is gone"
-    text = tracking.read_file(client, holder.run_id, f"cases/{candidate.model}.json")
-    old = Cases.of(text) if text else None
-    return compare(candidate.cases, old, name)
-
-
-def _describe(client: Any, candidate: Candidate, number: int, passed: bool, why: str) -> None:
-    facts = {key: f"{value:.6g}" for key, value in candidate.facts().items()}
-    tags = facts | {
-        "gate": "; ".join(candidate.reasons) or "passed",
-        "promoted": f"{'yes' if passed else 'no'}: {why}",
-    }
-    for key, value in tags.items():
-        client.set_model_version_tag(candidate.model, str(number), key, value)
-    scores = ", ".join(f"{key} {value}" for key, value in facts.items())
-    verdict = "Champion when it was registered" if passed else "Not champion"
-    client.update_model_version(candidate.model, str(number), f"{scores}. {verdict}: {why}.")
-
-
-def find_version(client: Any, model: str, sha256: str) -> int | None:
-    """The first version of a model with this hash whose file is still there, or None."""
-    numbers: list[int] = []
-    gone: list[int] = []
-    for found in client.search_model_versions(f"name = '{model}'"):
-        if found.tags.get("sha256") == sha256:
-            lost = tracking.file_of(client, found) is False
-            (gone if lost else numbers).append(int(found.version))
-    if gone and not numbers:
-        print(
-            f"warning: the file of {model} version {min(gone)} is gone: it is registered again, as "
-            "a new version",
-            file=sys.stderr,
-        )
-    return min(numbers, default=None)
-
-
-def log_model(run: StageRun, candidate: Candidate) -> int:
-    """Log an ONNX file that requires one ONNX Runtime; returns its version.
-
-    The execution's own run holds it, so that its row shows it.
-    """
-    import mlflow
-    import onnx
-
-    build, build_version = check_runtime()  # MLflow's own list would name both builds
-    needs = [f"{build}=={build_version}", f"onnx=={version('onnx')}"]
-    model, card = onnx.load(candidate.file), candidate.card
-    mlflow.set_tracking_uri(tracking.tracking_uri())
-    chatter = StringIO()
-    try:
-        with (
-            redirect_stderr(chatter),
-            chdir(tracking.repo_root()),  # artifacts have names relative to it
-            mlflow.start_run(run_id=run.parent_id, log_system_metrics=False),
-        ):
-            logged = mlflow.onnx.log_model(
-                model,
-                name=candidate.file.stem,
-                signature=mlflow_signature(model),
-                pip_requirements=needs,
-                onnx_execution_providers=["CPUExecutionProvider"],
-                save_as_external_data=False,
-                metadata={
-                    "sha256": card["sha256"],
-                    "upstream": dict(card["upstream"]),
-                    "card": json.dumps(card),  # all that a server needs beside the graph
-                },
-            )
-        made = tracking.client().create_model_version(
-            _model_named(candidate.model),
-            logged.model_uri,
-            run.run_id,
-            tags={"sha256": card["sha256"]},
-            model_id=logged.model_id,
-        )
-    except BaseException:
-        sys.stderr.write(chatter.getvalue())
-        raise
-    return int(made.version)
-
-
-def _model_named(name: str) -> str:
-    from mlflow.exceptions import MlflowException
-
-    try:
-        tracking.client().create_registered_model(name)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_ALREADY_EXISTS":
-            raise
-    return name
 
 
 # ------------------------------------------------------------------------------------------------

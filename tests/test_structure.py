@@ -27,6 +27,26 @@ FORBIDDEN = {
     "hamlet.modules": ("hamlet.learning", "hamlet.serving", "hamlet.export", "hamlet.proofs"),
     "hamlet.serving": ("hamlet.learning", "hamlet.modules", "hamlet.town", "hamlet.proofs"),
     "hamlet.export": ("hamlet.learning",),
+    "hamlet.worlds": (
+        "hamlet.town",
+        "hamlet.proofs",
+        "hamlet.modules",
+        "hamlet.learning",
+        "hamlet.export",
+        "hamlet.serving",
+        "hamlet.plain",
+        "hamlet.own",
+    ),
+    "hamlet.plain": (
+        "hamlet.town",
+        "hamlet.proofs",
+        "hamlet.learning",
+        "hamlet.export",
+        "hamlet.serving",
+        "hamlet.own",
+    ),
+    "hamlet.own": ("hamlet.town", "hamlet.proofs"),
+    "hamlet.learning": ("hamlet.own", "hamlet.plain"),
     "stages": ("benchmarks", "tests"),
     "benchmarks": ("tests",),
     "tests": (),
@@ -197,6 +217,21 @@ def test_no_arrow_points_back(package):
         if any(below(name, forbidden) for forbidden in FORBIDDEN[package])
     ]
     assert wrong == []
+
+
+OF_THE_TOWN = re.compile(r"\b(meters?|energy|affordances?|money|towns?)\b", re.I)
+
+
+def test_what_is_made_for_any_world_knows_no_word_of_the_town():
+    found = [
+        f"{where(module)}: {line.strip()}"
+        for module in sources()
+        if below(module, "hamlet.worlds") or below(module, "hamlet.plain")
+        or below(module, "hamlet.own")
+        for line in sources()[module].read_text(encoding="utf-8").splitlines()
+        if OF_THE_TOWN.search(line)
+    ]  # fmt: skip
+    assert found == []
 
 
 # ------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import numpy as np
 from hamlet.artifacts import HamletError, card_path, check_card
 from hamlet.ort import open_session, open_unchecked
 from hamlet.serving.signature import NEXT, STATE, TYPES, Field, card_of, nothing_of, signature_of
-from hamlet.serving.words import action_in_words, thoughts_in_words
+from hamlet.serving.words import action_in_words, plain_thoughts_in_words, thoughts_in_words
 
 __all__ = ["NEXT", "STATE", "Arrays", "Decision", "OnnxAgent"]
 Arrays = dict[str, np.ndarray]
@@ -170,6 +170,8 @@ class OnnxAgent:
         field = self.signature.outputs[self.signature.action]
         action = field.rows_first(decision.action)[row]
         said = {"action": action_in_words(self.signature.names, action)}
+        if "world" in self.card:
+            return said | plain_thoughts_in_words(self.card, decision.thoughts, row)
         if "town" not in self.card:
             return said
         goal = int(decision.state["state_goal"][row])

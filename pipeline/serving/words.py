@@ -66,6 +66,33 @@ def thoughts_in_words(
     }
 
 
+def plain_thoughts_in_words(
+    card: Mapping[str, Any], thoughts: Mapping[str, np.ndarray], row: int
+) -> dict[str, Any]:
+    """The other outputs of one row of a tick of an agent of somebody's own world."""
+    names, logits = card["world"]["actions"], thoughts["action_logits"][row]
+    odds = _softmax(logits)
+    imagined = {
+        name: {
+            what: round(float(thoughts[f"imagined_{what}"][row, i]), 4)
+            for what in ("reward", "going_on", "value", "uncertainty")
+        }
+        for i, name in enumerate(names)
+        if logits[i] > -1e30  # legal
+    }
+    told = {
+        "action_odds": {name: round(float(p), 3) for name, p in zip(names, odds, strict=True)},
+        "value": round(float(thoughts["value"][row]), 4),
+        "imagined": imagined,
+    }
+    if "next_action_of_others" in thoughts:
+        told["others"] = [
+            {name: round(float(p), 3) for name, p in zip(names, other, strict=True)}
+            for other in thoughts["next_action_of_others"][row]
+        ]
+    return told
+
+
 def _softmax(x: np.ndarray) -> np.ndarray:
     e = np.exp(x.astype(np.float64) - x.max())
     return e / e.sum()

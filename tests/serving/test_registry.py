@@ -22,7 +22,7 @@ def registry(agent, other, tmp_path, monkeypatch):
     """A repository whose registry holds two agents: 1 is `agent`, 2 `other`, the champion 1."""
     pytest.importorskip("mlflow")
     from hamlet import tracking
-    from hamlet.registry import Cases
+    from hamlet.registry import Cases, log_model
     from stages import register
 
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "MLFLOW_RUN_ID", "DVC_ROOT"):
@@ -35,7 +35,7 @@ def registry(agent, other, tmp_path, monkeypatch):
         for path in (agent, other):
             cases = Cases("return", "", [])
             candidate = register.Candidate(tracking.MODEL, path, check_card(path), {}, [], cases)
-            register.log_model(run, candidate)
+            log_model(run, candidate)
     client = tracking.client()
     client.set_registered_model_alias("hamlet-agent", "champion", "1")
     return client
@@ -141,7 +141,7 @@ def test_other_models_of_the_registry(registry, prover, tmp_path):
     from policies import HIDDEN, OBS, by_raw_onnxruntime, hand_made_gru
 
     from hamlet import tracking
-    from hamlet.registry import Cases
+    from hamlet.registry import Cases, log_model
     from stages import register
 
     file, asked = prover
@@ -149,7 +149,7 @@ def test_other_models_of_the_registry(registry, prover, tmp_path):
         assert run.flush(60)
         card, named = check_card(file), tracking.PROVER_MODEL
         candidate = register.Candidate(named, file, card, {}, [], Cases("mrr", "", []))
-        register.log_model(run, candidate)
+        log_model(run, candidate)
     registry.set_registered_model_alias(tracking.PROVER_MODEL, "champion", "1")
     with Served(f"models:/{tracking.PROVER_MODEL}@champion", env=environment()) as server:
         server.first("loaded")

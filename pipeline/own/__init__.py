@@ -1,0 +1,1 @@
+"""The pipeline of a world of one's own: what `hamlet new` writes and `hamlet own STAGE` runs."""

@@ -1,0 +1,1 @@
+"""The four modules without any hand-made knowledge, for a world that is only described."""

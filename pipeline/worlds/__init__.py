@@ -1,0 +1,1 @@
+"""Anybody's world: its shape as data, honest endings, and what wraps public environments."""

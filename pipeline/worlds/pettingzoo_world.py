@@ -126,7 +126,8 @@ class PettingZooWorld:
                 continue
             for name, (field, path, start) in self._leaves[i].items():
                 value = checked(self.shape, field, taken(self.name, seen[agent], path, start))
-                fields[name][(i, *(slice(0, k) for k in value.shape))] = value
+                place: tuple[int | slice, ...] = (i, *(slice(0, k) for k in value.shape))
+                fields[name][place] = value
             if agent in alive:
                 mask[i] = checked_mask(self.shape, i, self._mask_of(agent, seen, info))
         return Seen(fields, mask, np.array([agent in alive for agent in self._agents]))

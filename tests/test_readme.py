@@ -21,7 +21,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 # First what changes nothing: each change makes later commands run more of the pipeline.
 PAGES = ("how-to/watch", "how-to/rerun", "explanation/modules", "how-to/gpu", "how-to/cores",
          "how-to/compare", "how-to/strangers", "how-to/load", "how-to/serve",
-         "how-to/offline")  # fmt: skip
+         "how-to/offline", "how-to/own-world")  # fmt: skip
 
 
 class Block(NamedTuple):

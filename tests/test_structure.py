@@ -326,6 +326,13 @@ def test_no_test_is_overwritten_by_the_next_of_its_name():
     assert {file: names for file, names in found.items() if names} == {}
 
 
+def test_no_test_file_hides_another_of_its_name():
+    """Beside a file of the same name in another folder, neither a package, pytest collects none."""
+    files = (ROOT / "tests").rglob("test_*.py")
+    found = Counter(f.name for f in files if not (f.parent / "__init__.py").exists())
+    assert [name for name, count in found.items() if count > 1] == []
+
+
 # ------------------------------------------------------------------------------------------------
 # The rules themselves
 

@@ -33,15 +33,17 @@ def detach(self: Any) -> Any:
     return op.Identity(self)
 
 
-def rsub(self: Any, other: float, alpha: float = 1.0) -> Any:
-    if alpha != 1 or not self.dtype.is_floating_point():
-        raise NotImplementedError(f"{other} - {alpha} * a tensor of {self.dtype}")
-    return op.Sub(op.Constant(value=ir.tensor(other, dtype=self.dtype)), self)
+def rsub(self: Any, other: float, alpha: float = 1) -> Any:
+    """other - alpha * self, in floating point if any of the three is, as PyTorch promotes."""
+    if isinstance(other + alpha, float) and not self.dtype.is_floating_point():
+        self = op.Cast(self, to=ir.DataType.FLOAT)
+    if alpha != 1:
+        self = op.Mul(self, op.CastLike(op.Constant(value=ir.tensor(alpha)), self))
+    return op.Sub(op.CastLike(op.Constant(value=ir.tensor(other)), self), self)
 
 
 def transpose(self: Any) -> Any:
-    if len(self.shape) != 2:
-        raise NotImplementedError(f".T of {len(self.shape)} dimensions")
+    """Of matrices: PyTorch is about to refuse the `.T` of anything else."""
     return op.Transpose(self, perm=[1, 0])
 
 
@@ -53,9 +55,7 @@ def square(self: Any) -> Any:
     return op.Mul(self, self)
 
 
-def one_hot(self: Any, num_classes: int = -1) -> Any:
-    if num_classes < 0:
-        raise NotImplementedError("one_hot without the number of classes")
+def one_hot(self: Any, num_classes: int) -> Any:
     classes = op.Constant(value_ints=list(range(num_classes)))
     each = op.Equal(op.Unsqueeze(self, op.Constant(value_ints=[-1])), classes)
     return op.Cast(each, to=ir.DataType.INT64)

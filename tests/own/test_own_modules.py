@@ -1,0 +1,169 @@
+"""What each trainer of an own world fits, where the right answer is known."""
+
+from __future__ import annotations
+
+from itertools import count
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from own_worlds import Counting, Plain
+from tensordict import TensorDict
+
+from hamlet.learning.buffer import RolloutBuffer
+from hamlet.own.data import Recorder, believe
+from hamlet.own.params import PolicyParams, SocialParams, WorldModelParams
+from hamlet.own.train_perception import lessons_of, losses, unroll
+from hamlet.own.train_policy import Loss, Player
+from hamlet.own.train_social import train_social
+from hamlet.own.train_world_model import train_world_model
+from hamlet.plain.perception import Perception, Told
+from hamlet.plain.policy import Policy
+from hamlet.plain.senses import statistics_of
+from hamlet.worlds.gymnasium_world import GymnasiumWorld
+from hamlet.worlds.lanes import Lanes, legal_at_random
+
+
+def counted(ticks, length=3, ends="terminated"):
+    """Experience [ticks, 4] of `Counting`, and its shape."""
+    side = Lanes(lambda: GymnasiumWorld(Counting(length, ends), "counting"), 4, count(), 1000)
+    recorder, rng = Recorder(), np.random.default_rng(0)
+    for _ in range(ticks):
+        recorder.step(side, legal_at_random(side.now.mask, rng))
+    return side.shape, recorder.data()
+
+
+def new_perception(shape, data):
+    rows = data["alive"].flatten()
+    flat = {k: x.flatten(0, 1) for k, x in data.items()}
+    return Perception(shape, statistics_of(shape, flat, rows), 8)
+
+
+def test_a_is_trained_on_the_beliefs_that_it_has_when_it_is_used():
+    """Memory begins anew with each life, and the action before is part of what is remembered."""
+    shape, data = counted(11, 4)
+    perception = new_perception(shape, data)
+    used = believe(perception, shape, data, 8).belief
+    lessons = lessons_of(shape, data, perception)
+    trained = unroll(perception, lessons, slice(0, 11), torch.zeros(4, 8))
+    torch.testing.assert_close(trained, used)
+
+
+class AllKnowing:
+    """Heads that say what is so: of `lessons` from its first tick on."""
+
+    def __init__(self, lessons, sure=20.0):
+        self.lessons, self.sure = lessons, sure
+
+    def __call__(self, belief, features, action):
+        change = self.lessons.next_features - self.lessons.features
+        going_on = self.sure * (1 - 2 * self.lessons.terminated.float())
+        told = Told(change, self.lessons.reward, going_on)
+        return Told(*(x.flatten(0, 1) for x in told))
+
+    def recall(self, belief, age, asked):
+        """The counter's tick and the number of its episode, in units."""
+        first = self.lessons.features.flatten(0, 1).clone()
+        step = self.lessons.features[1, 0, 0] - self.lessons.features[0, 0, 0]
+        first[:, 0] += step * (asked - age)
+        return first
+
+
+def test_a_loses_nothing_where_all_is_told_right():
+    shape, data = counted(12)
+    lessons = lessons_of(shape, data, new_perception(shape, data))
+    beliefs = torch.zeros(12, 4, 8)
+    generator = torch.Generator().manual_seed(0)
+    found = losses(AllKnowing(lessons), lessons, slice(0, 12), beliefs, generator)
+    for name, x in found.items():
+        assert x.abs().max() < 1e-6, name
+    wrong = losses(AllKnowing(lessons, -20.0), lessons, slice(0, 12), beliefs, generator)
+    assert wrong["going_on"].min() > 19
+
+
+def test_d_is_told_the_action_before():
+    told = []
+
+    def perceive(observation, before, belief):
+        told.append(before)
+        return observation[:, :1], belief
+
+    lanes = Lanes(lambda: GymnasiumWorld(Counting(4), "counting"), 2, count(), 1000)
+    player, buffer = Player(lanes, perceive, Policy(1, 1, 3, 8), 1, 0, 0.9), RolloutBuffer(10)
+    player.play(buffer)
+    action = buffer.data["action"]
+    for t in range(1, 10):
+        expected = torch.zeros(2, dtype=torch.int64) if t % 4 == 0 else action[t - 1] + 1
+        assert torch.equal(told[t], expected)
+
+
+def test_ds_loss_rewards_being_unsure():
+    policy = Policy(2, 1, 3, 8)
+    rng = torch.Generator().manual_seed(0)
+    features, belief = torch.randn(6, 2, generator=rng), torch.randn(6, 1, generator=rng)
+    batch = TensorDict(
+        {
+            "features": features, "belief": belief, "mask": torch.ones(6, 3, dtype=torch.bool),
+            "alive": torch.ones(6, dtype=torch.bool), "action": torch.zeros(6, dtype=torch.int64),
+            "log_prob": torch.full((6,), -1.1), "advantage": torch.arange(6.0),
+            "target": torch.zeros(6),
+        },
+        batch_size=[6],
+    )  # fmt: skip
+    (flat, told), (bold, _) = (Loss(policy, PolicyParams(entropy=e))(batch) for e in (0.0, 0.5))
+    assert (flat - bold).item() == pytest.approx(0.5 * told["entropy"].item(), abs=1e-6)
+    assert told["entropy"] > 0.5
+
+
+def by_tick(observation, before, belief):
+    """The counter's tick in thirds, and nothing remembered."""
+    return observation[:, :1] / 3, belief
+
+
+@pytest.mark.parametrize("ends", ["terminated", "truncated"])
+def test_b_tells_reward_end_and_return_of_every_action(ends):
+    shape, data = counted(60, 3, ends)
+    believed = believe(by_tick, shape, data, 1)
+    params = WorldModelParams(members=2, hidden=32, steps=500, batch=64, learning_rate=5e-3)
+    model, report = train_world_model(shape, data, believed, params, 0.9, 0, Plain())
+    with torch.no_grad():
+        seen = torch.tensor([[0.0], [1 / 3], [2 / 3]])
+        reward, going_on, value, uncertainty = model(seen, torch.zeros(3, 1))
+    assert reward.shape == (3, 3)
+    one_each = {"atol": 0.15, "rtol": 0}
+    right = torch.tensor([[1.0], [2.0], [3.0]]).expand(3, 3)
+    torch.testing.assert_close(reward, right, **one_each)
+    returns = torch.tensor([[1 + 0.9 * (2 + 0.9 * 3)], [2 + 0.9 * 3], [3.0]]).expand(3, 3)
+    torch.testing.assert_close(value, returns, **one_each)
+    last = 0.0 if ends == "terminated" else 1.0
+    expected = torch.tensor([[1.0], [1.0], [last]]).expand(3, 3)
+    torch.testing.assert_close(going_on, expected, **one_each)
+    assert uncertainty.max() < 0.2
+    assert report["reward_error"] < 0.1 * report["reward_error_mean"]
+    assert report["value_error"] < 0.1 * report["value_error_mean"]
+    assert report["change_error"] < 0.1 * report["change_error_nothing_changes"]
+
+
+def test_c_tells_each_of_the_others_from_what_it_sees():
+    """Each of three sees what the others will do, in the order of their slots."""
+    rng = torch.Generator().manual_seed(0)
+    action = torch.randint(3, (100, 12), generator=rng)
+    one, two, three = action.unflatten(1, (4, 3)).unbind(-1)
+    seen_by = [torch.stack(others, -1) for others in ((two, three), (one, three), (one, two))]
+    sees = torch.stack(seen_by, 2).flatten(1, 2)
+    features = torch.nn.functional.one_hot(sees, 3).flatten(2).float()
+    data = {
+        "features": features, "belief": torch.zeros(100, 12, 1), "action": action,
+        "alive": torch.ones(100, 12, dtype=torch.bool),
+    }  # fmt: skip
+    shape = SimpleNamespace(num_agents=3, num_actions=3)
+    params = SocialParams(hidden=32, steps=200, batch=64, learning_rate=1e-2)
+    model, report = train_social(shape, data, params, 0, Plain())
+    assert report["accuracy"] > 0.95
+    assert report["accuracy_commonest"] < 0.5
+    assert report["nats"] < 0.3 < report["nats_commonest"]
+    # The second other of the first slot is slot 2.
+    told = model(features[0], data["belief"][0]).argmax(-1)
+    assert told[0].tolist() == action[0, 1:3].tolist()
+    assert told[1].tolist() == [action[0, 0].item(), action[0, 2].item()]

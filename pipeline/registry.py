@@ -18,7 +18,7 @@ from importlib.metadata import version
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from hamlet import tracking
 from hamlet.artifacts import HamletError
@@ -88,25 +88,28 @@ def compare(new: Cases, old: Cases | None, holder: str) -> tuple[bool, str]:
 # A new version
 
 
-class Candidate(Protocol):
-    """A file that wants to be champion of a registered model."""
+class Candidate(NamedTuple):
+    """A file that wants to be champion of a registered model, and what speaks against it.
 
-    @property
-    def model(self) -> str: ...
-    @property
-    def file(self) -> Path: ...
-    @property
-    def card(self) -> Mapping[str, Any]: ...
-    @property
-    def reasons(self) -> list[str]:
-        """What speaks against it."""
-        ...
+    Attributes:
+        told: which of the scores stand beside a version and its execution, and by which name.
+    """
 
-    @property
-    def cases(self) -> Cases: ...
+    model: str
+    file: Path
+    card: Mapping[str, Any]
+    scores: Mapping[str, Any]
+    reasons: list[str]
+    cases: Cases
+    told: Mapping[str, str]
+
     def facts(self) -> dict[str, float]:
-        """The numbers by which versions are compared."""
-        ...
+        """The numbers by which versions and executions are compared."""
+        return {
+            short: float(self.scores[name])
+            for name, short in self.told.items()
+            if isinstance(self.scores.get(name), int | float)
+        }
 
 
 class Registered(NamedTuple):

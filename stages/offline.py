@@ -207,13 +207,12 @@ def _register(path: Path, run: StageRun, judged: dict[str, Any]) -> int:
     """Register the file under its own name and make it champion; returns its version."""
     from hamlet import tracking
     from hamlet.artifacts import check_card
-    from hamlet.registry import Cases, give_alias, log_model
-    from stages.register import Candidate
+    from hamlet.registry import Candidate, Cases, give_alias, log_model
 
     card = check_card(path)
     client = tracking.client()
     with tracking.tracking_lock():
-        number = log_model(run, Candidate(MODEL, path, card, judged, [], Cases("", "", [])))
+        number = log_model(run, Candidate(MODEL, path, card, judged, [], Cases("", "", []), {}))
         give_alias(client, MODEL, number)
     return number
 

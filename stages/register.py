@@ -11,7 +11,7 @@ import csv
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -27,6 +27,7 @@ from hamlet.artifacts import (
 )
 from hamlet.params import Params, load_params
 from hamlet.registry import (
+    Candidate,
     Cases,
     Registered,
     find_version,
@@ -50,28 +51,12 @@ FACTS: dict[str, dict[str, str]] = {
 }
 
 
-class Candidate(NamedTuple):
-    """A file that wants to be champion of a registered model, and what speaks against it."""
-
-    model: str
-    file: Path
-    card: Mapping[str, Any]
-    scores: Mapping[str, Any]
-    reasons: list[str]
-    cases: Cases
-
-    def verdict(self) -> dict[str, Any]:
-        return {
-            "sha256": self.card["sha256"], "passed": not self.reasons, "reasons": self.reasons
-        }  # fmt: skip
-
-    def facts(self) -> dict[str, float]:
-        """The numbers by which versions and executions are compared."""
-        return {
-            short: float(self.scores[name])
-            for name, short in FACTS[self.model].items()
-            if isinstance(self.scores.get(name), int | float)
-        }
+def judged(candidate: Candidate) -> dict[str, Any]:
+    """What artifacts/metrics/register.json says of it."""
+    return {
+        "sha256": candidate.card["sha256"], "passed": not candidate.reasons,
+        "reasons": candidate.reasons,
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -80,7 +65,7 @@ def main() -> None:
         params = load_params()
         candidates = [agent(params), prover()]
         first, second = candidates
-        write_json(metrics("register"), first.verdict() | {"prover": second.verdict()})
+        write_json(metrics("register"), judged(first) | {"prover": judged(second)})
         try:
             found = register(params, candidates)
         except HamletError:
@@ -115,7 +100,7 @@ def agent(params: Params) -> Candidate:
     own = [float(row["return"]) for row in rows if row["player"] == "agent"]
     # The same scripted players got the same returns: these are the same worlds.
     cases = sha256_json([row for row in rows if row["player"] != "agent"])
-    return Candidate(MODEL, AGENT, card, scores, reasons, Cases("return", cases, own))
+    return Candidate(MODEL, AGENT, card, scores, reasons, Cases("return", cases, own), FACTS[MODEL])
 
 
 def prover() -> Candidate:
@@ -129,7 +114,9 @@ def prover() -> Candidate:
     own = [1.0 / float(row["rank"]) for row in rows]
     cases = sha256_json([{k: v for k, v in row.items() if k != "rank"} for row in rows])
     ranks = Cases("reciprocal rank", cases, own)
-    return Candidate(PROVER_MODEL, PROVER_ONNX, card, scores, gate_prover(scores), ranks)
+    return Candidate(
+        PROVER_MODEL, PROVER_ONNX, card, scores, gate_prover(scores), ranks, FACTS[PROVER_MODEL]
+    )
 
 
 def _table(path: Path) -> list[dict[str, str]]:

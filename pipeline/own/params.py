@@ -48,27 +48,25 @@ class PerceptionParams(Section):
     )
 
 
-class WorldModelParams(Section):
+class HeadParams(Section):
+    """A network that is fitted to recorded beliefs."""
+
+    hidden: int = Field(default=128, ge=8, description="width of its layers")
+    steps: int = Field(default=600, ge=1, description="gradient steps")
+    batch: int = Field(default=256, ge=2, description="rows of a gradient step")
+    learning_rate: float = Field(
+        default=1e-3, gt=0, lt=1, description="at first; it falls to a tenth"
+    )
+
+
+class WorldModelParams(HeadParams):
     """Module B."""
 
     members: int = Field(default=3, ge=2, description="of the ensemble")
-    hidden: int = Field(default=128, ge=8, description="width of its layers")
-    steps: int = Field(default=600, ge=1, description="gradient steps")
-    batch: int = Field(default=256, ge=2, description="rows of a gradient step")
-    learning_rate: float = Field(
-        default=1e-3, gt=0, lt=1, description="at first; it falls to a tenth"
-    )
 
 
-class SocialParams(Section):
+class SocialParams(HeadParams):
     """Module C; of no use in a world of one agent."""
-
-    hidden: int = Field(default=128, ge=8, description="width of its layers")
-    steps: int = Field(default=600, ge=1, description="gradient steps")
-    batch: int = Field(default=256, ge=2, description="rows of a gradient step")
-    learning_rate: float = Field(
-        default=1e-3, gt=0, lt=1, description="at first; it falls to a tenth"
-    )
 
 
 class PolicyParams(Section):

@@ -5,36 +5,16 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hamlet import tracking
 from hamlet.artifacts import HamletError, check_card, how_to_make, read_json, sha256_json
 from hamlet.own import paths
 from hamlet.own.params import RegisterParams
 from hamlet.own.running import Running
-from hamlet.registry import Cases, register_version
+from hamlet.registry import Candidate, Cases, register_version
 
 FACTS = {"mean_return": "score", "random_return": "random", "normalised_score": "normalised"}
-
-
-class Candidate(NamedTuple):
-    """See `hamlet.registry.Candidate`."""
-
-    model: str
-    file: Path
-    card: Mapping[str, Any]
-    scores: Mapping[str, Any]
-    reasons: list[str]
-    cases: Cases
-
-    def facts(self) -> dict[str, float]:
-        """The numbers by which versions are compared."""
-        return {
-            short: float(self.scores[name])
-            for name, short in FACTS.items()
-            if isinstance(self.scores.get(name), int | float)
-        }
 
 
 def gate(params: RegisterParams, scores: Mapping[str, Any]) -> list[str]:
@@ -73,7 +53,13 @@ def candidate(params: RegisterParams) -> Candidate:
     # The same random play got the same returns: these are the same episodes.
     cases = sha256_json([row for row in rows if row["player"] != "agent"])
     return Candidate(
-        params.model, paths.AGENT, card, scores, gate(params, scores), Cases("return", cases, own)
+        params.model,
+        paths.AGENT,
+        card,
+        scores,
+        gate(params, scores),
+        Cases("return", cases, own),
+        FACTS,
     )
 
 

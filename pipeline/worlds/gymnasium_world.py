@@ -8,7 +8,6 @@ import numpy as np
 
 from hamlet.artifacts import HamletError, in_one_line
 from hamlet.worlds.contract import (
-    MASK,
     Moved,
     Seen,
     WorldShape,
@@ -16,7 +15,7 @@ from hamlet.worlds.contract import (
     checked_mask,
     checked_reward,
 )
-from hamlet.worlds.spaces import Leaf, actions_of, at, leaves
+from hamlet.worlds.spaces import Leaf, actions_of, at, leaves, mask_in
 
 
 class GymnasiumWorld:
@@ -42,7 +41,7 @@ class GymnasiumWorld:
             _action_names(env, count), (count,), False, tuple(ignored),
         )  # fmt: skip
         seen, info = self._reset(0)
-        if self._mask_in(seen, info) is not None:
+        if mask_in(seen, info) is not None:
             self.shape = WorldShape.from_dict(self.shape.to_dict() | {"masked": True})
 
     def reset(self, seed: int) -> Seen:
@@ -77,14 +76,8 @@ class GymnasiumWorld:
             fields[field.name] = checked(self.shape, field, taken(self.name, seen, path, start))[
                 None
             ]
-        mask = self._mask_in(seen, info) if alive else None
+        mask = mask_in(seen, info) if alive else None
         return Seen(fields, checked_mask(self.shape, 0, mask)[None], np.array([alive]))
-
-    @staticmethod
-    def _mask_in(seen: Any, info: Any) -> Any:
-        if isinstance(seen, dict) and MASK in seen:
-            return seen[MASK]
-        return info.get(MASK) if isinstance(info, dict) else None
 
     def render(self) -> Any:
         """See `World`."""

@@ -9,7 +9,6 @@ import numpy as np
 from hamlet.artifacts import HamletError
 from hamlet.worlds.contract import (
     AGENT,
-    MASK,
     Field,
     Moved,
     Seen,
@@ -19,7 +18,7 @@ from hamlet.worlds.contract import (
     checked_reward,
 )
 from hamlet.worlds.gymnasium_world import raised, taken
-from hamlet.worlds.spaces import Leaf, actions_of, leaves
+from hamlet.worlds.spaces import Leaf, actions_of, leaves, mask_in
 
 
 class PettingZooWorld:
@@ -134,10 +133,7 @@ class PettingZooWorld:
 
     @staticmethod
     def _mask_of(agent: Any, seen: Any, info: Any) -> Any:
-        own, told = seen.get(agent), info.get(agent) if isinstance(info, dict) else None
-        if isinstance(own, dict) and MASK in own:
-            return own[MASK]
-        return told.get(MASK) if isinstance(told, dict) else None
+        return mask_in(seen.get(agent), info.get(agent) if isinstance(info, dict) else None)
 
     def render(self) -> Any:
         """See `World`."""

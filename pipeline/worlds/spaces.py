@@ -58,6 +58,13 @@ def leaves(space: Any, world: str) -> tuple[list[Leaf], list[str]]:
     return found, ignored
 
 
+def mask_in(seen: Any, info: Any) -> Any:
+    """One agent's action mask, in its observation or in its info; None where there is none."""
+    if isinstance(seen, dict) and MASK in seen:
+        return seen[MASK]
+    return info.get(MASK) if isinstance(info, dict) else None
+
+
 def _parts(space: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     kind = type(space).__name__
     if kind == "Dict":

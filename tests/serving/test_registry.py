@@ -22,8 +22,7 @@ def registry(agent, other, tmp_path, monkeypatch):
     """A repository whose registry holds two agents: 1 is `agent`, 2 `other`, the champion 1."""
     pytest.importorskip("mlflow")
     from hamlet import tracking
-    from hamlet.registry import Cases, log_model
-    from stages import register
+    from hamlet.registry import Candidate, Cases, log_model
 
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "MLFLOW_RUN_ID", "DVC_ROOT"):
         monkeypatch.delenv(name, raising=False)
@@ -34,7 +33,7 @@ def registry(agent, other, tmp_path, monkeypatch):
         assert run.flush(60)
         for path in (agent, other):
             cases = Cases("return", "", [])
-            candidate = register.Candidate(tracking.MODEL, path, check_card(path), {}, [], cases)
+            candidate = Candidate(tracking.MODEL, path, check_card(path), {}, [], cases, {})
             log_model(run, candidate)
     client = tracking.client()
     client.set_registered_model_alias("hamlet-agent", "champion", "1")
@@ -141,14 +140,13 @@ def test_other_models_of_the_registry(registry, prover, tmp_path):
     from policies import HIDDEN, OBS, by_raw_onnxruntime, hand_made_gru
 
     from hamlet import tracking
-    from hamlet.registry import Cases, log_model
-    from stages import register
+    from hamlet.registry import Candidate, Cases, log_model
 
     file, asked = prover
     with tracking.stage_run("register") as run:
         assert run.flush(60)
         card, named = check_card(file), tracking.PROVER_MODEL
-        candidate = register.Candidate(named, file, card, {}, [], Cases("mrr", "", []))
+        candidate = Candidate(named, file, card, {}, [], Cases("mrr", "", []), {})
         log_model(run, candidate)
     registry.set_registered_model_alias(tracking.PROVER_MODEL, "champion", "1")
     with Served(f"models:/{tracking.PROVER_MODEL}@champion", env=environment()) as server:

@@ -102,7 +102,7 @@ class Lanes:
         ]
         for lane, one in enumerate(moved):
             was = self._seen[lane].alive
-            self._sums[lane] += one.reward * was
+            self._sums[lane] += one.reward
             self._seen[lane], self._first[lane] = one.seen, one.seen.alive & ~was
             if one.over:
                 self.returns.append(self._sums[lane].copy())
@@ -113,7 +113,7 @@ class Lanes:
         self.now = self._all()
         return Row(
             {f.name: np.concatenate([m.seen.fields[f.name] for m in moved]) for f in self._fields},
-            np.concatenate([m.reward for m in moved]) * before.alive,
+            np.concatenate([m.reward for m in moved]),
             np.concatenate([m.terminated for m in moved]),
             np.concatenate([m.truncated for m in moved]),
             before.alive,

@@ -38,6 +38,8 @@ def agent():
     unit = torch.tensor([0.0, 1.0])
     model = WorldModel(known + HIDDEN, 3, 16, 2, torch.ones(known + HIDDEN), unit, unit)
     policy = Policy(known, HIDDEN, 3, 16)
+    with torch.no_grad():
+        policy.actor[-1].bias.copy_(torch.tensor([1.2, 0.0, 0.0]))  # it prefers something
     social = Odds(Social(known, HIDDEN, 2, 3, 16))
     return PlainAgent(shape, perception, model, policy, social, 2.0).eval()
 
@@ -61,12 +63,14 @@ def test_an_action_is_legal_and_drawn_from_its_odds(agent):
     assert mask.gather(-1, out["action"].unsqueeze(-1)).all()
     assert torch.equal(out["next_acted"], out["action"] + 1)
     one = [x[:1].expand(3000, *x.shape[1:]) for x in inputs[:-1]]
-    one[2] = torch.tensor([[True, False, True]]).expand(3000, 3)
-    out = tick(agent, [*one, inputs[-1]])
-    odds = out["action_logits"][0].softmax(-1)
-    seen = torch.bincount(out["action"], minlength=3) / 3000
-    assert (seen - odds).abs().max() < 0.04
-    assert seen[1] == 0
+    for legal in ([True, False, True], [True, True, True]):
+        one[2] = torch.tensor([legal]).expand(3000, 3)
+        out = tick(agent, [*one, inputs[-1]])
+        odds = out["action_logits"][0].softmax(-1)
+        seen = torch.bincount(out["action"], minlength=3) / 3000
+        assert (seen - odds).abs().max() < 0.025
+        assert (seen > 0).tolist() == legal
+    assert 0.5 < odds[0] < 0.75
 
 
 def test_equal_inputs_give_equal_outputs_and_the_next_numbers_are_others(agent):

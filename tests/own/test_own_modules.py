@@ -17,10 +17,11 @@ from hamlet.own.params import PolicyParams, SocialParams, WorldModelParams
 from hamlet.own.train_perception import lessons_of, losses, unroll
 from hamlet.own.train_policy import Loss, Player
 from hamlet.own.train_social import train_social
-from hamlet.own.train_world_model import train_world_model
+from hamlet.own.train_world_model import errors, outcomes_of, train_world_model
 from hamlet.plain.perception import Perception, Told
 from hamlet.plain.policy import Policy
 from hamlet.plain.senses import statistics_of
+from hamlet.plain.world_model import WorldModel
 from hamlet.worlds.gymnasium_world import GymnasiumWorld
 from hamlet.worlds.lanes import Lanes, legal_at_random
 
@@ -48,6 +49,20 @@ def test_a_is_trained_on_the_beliefs_that_it_has_when_it_is_used():
     lessons = lessons_of(shape, data, perception)
     trained = unroll(perception, lessons, slice(0, 11), torch.zeros(4, 8))
     torch.testing.assert_close(trained, used)
+
+
+def test_the_belief_after_an_action_is_told_which():
+    shape, data = counted(7)
+
+    def told(observation, before, belief):
+        return observation, before.unsqueeze(-1).float()
+
+    believed = believe(told, shape, data, 1)
+    assert torch.equal(believed.next_belief[..., 0], data["action"] + 1.0)
+    begins = data["first"][1:]
+    assert (believed.belief[1:, :, 0][begins] == 0).all()
+    going = believed.belief[1:, :, 0][~begins]
+    assert torch.equal(going, (data["action"][:-1] + 1.0)[~begins])
 
 
 class AllKnowing:
@@ -143,6 +158,30 @@ def test_b_tells_reward_end_and_return_of_every_action(ends):
     assert report["reward_error"] < 0.1 * report["reward_error_mean"]
     assert report["value_error"] < 0.1 * report["value_error_mean"]
     assert report["change_error"] < 0.1 * report["change_error_nothing_changes"]
+
+
+def test_b_tells_of_each_action_its_own_reward():
+    shape, data = counted(60)
+    data["reward"] = data["action"].float()
+    params = WorldModelParams(members=2, hidden=32, steps=300, batch=64, learning_rate=5e-3)
+    believed = believe(by_tick, shape, data, 1)
+    model, _ = train_world_model(shape, data, believed, params, 0.9, 0, Plain())
+    with torch.no_grad():
+        reward = model(torch.tensor([[0.0], [1 / 3]]), torch.zeros(2, 1))[0]
+    expected = torch.arange(3.0).expand(2, 3)
+    torch.testing.assert_close(reward, expected, atol=0.15, rtol=0)
+
+
+def test_b_learns_what_comes_after_and_no_return_that_the_record_does_not_reach():
+    shape, data = counted(5)  # a life of three ticks, and two ticks of the next
+    rows = outcomes_of(data, believe(by_tick, shape, data, 1), 0.9)
+    torch.testing.assert_close(rows.change[:, 0], torch.full((20,), 1 / 3))
+    assert rows.known.unflatten(0, (5, 4))[:, 0].tolist() == [True, True, True, False, False]
+    unit = torch.tensor([0.0, 1.0])
+    model = WorldModel(2, 3, 8, 2, torch.ones(2), unit, unit)
+    told = errors(model, rows)["value"]
+    assert (told[:, ~rows.known] == 0).all()
+    assert (told[:, rows.known] > 0).all()
 
 
 def test_c_tells_each_of_the_others_from_what_it_sees():

@@ -337,3 +337,48 @@ def test_what_is_no_single_parallel_environment_is_refused():
     for env, told in ((Vector(), "a vector of"), (Turns(), "in turns"), (3, "is no environment")):
         with pytest.raises(HamletError, match=told):
             wrapped(env, "mine")
+
+
+class Choosy(Leaving):
+    """Who is there may take its last action only; the mask stands where `where` says."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+
+    def told(self, seen, info):
+        for agent in seen:
+            mask = np.zeros(self.action_space(agent).n, np.int8)
+            mask[-1] = 1
+            if self.where == "info":
+                info[agent]["action_mask"] = mask
+            else:
+                seen[agent] = {"observation": seen[agent], "action_mask": mask}
+        return seen, info
+
+    def observation_space(self, agent):
+        own = super().observation_space(agent)
+        if self.where == "info":
+            return own
+        mask = spaces.Box(0, 1, (self.action_space(agent).n,), np.int8)
+        return spaces.Dict({"observation": own, "action_mask": mask})
+
+    def reset(self, seed=None, options=None):
+        return self.told(*super().reset(seed, options))
+
+    def step(self, actions):
+        seen, reward, ends, cuts, info = super().step(actions)
+        seen, info = self.told(seen, info)
+        return seen, reward, ends, cuts, info
+
+
+@pytest.mark.parametrize("where", ["info", "observation"])
+def test_masks_of_several_agents_are_those_of_whoever_is_alive(where):
+    world = PettingZooWorld(Choosy(where), "choosy")
+    assert world.shape.masked
+    seen = world.reset(0)
+    assert seen.alive.tolist() == [True, False, True]
+    assert seen.mask[0].tolist() == [False, True, False]
+    assert seen.mask[2].tolist() == [False, False, True]
+    seen = world.step(np.array([1, 0, 2])).seen
+    assert seen.mask[1].tolist() == [False, True, False]  # `late` has come

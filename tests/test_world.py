@@ -171,7 +171,8 @@ def test_dvc_sees_an_edit_of_what_a_pack_extends(repo):
         for name, names in keys.items()
     }
     Path("dvc.yaml").write_text(yaml.safe_dump({"stages": content}))
-    env = os.environ | {"PYTHONPATH": str(ROOT), "DVC_NO_ANALYTICS": "true"}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "DVC_NO_ANALYTICS": "true"}
 
     def dvc(*command: str) -> str:
         done = subprocess.run([*DVC, *command], env=env, capture_output=True, text=True, check=True)

@@ -8,15 +8,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tensordict import TensorDict
+from torch.nn import functional as F
 
 from hamlet.learning.beliefs import believe
 from hamlet.learning.train_perception import (
     decode_map,
+    evaluate_perception,
     expected_calibration_error,
     perception_loss,
 )
 from hamlet.learning.train_social import evaluate_social, predict, social_loss, with_labels
 from hamlet.learning.tune_social import held_out_loss
+from hamlet.modules.contracts import TownShape
+from hamlet.modules.perception import Perception
+from hamlet.town import Scripted, Town, load_pack
+from stages.collect import record
 
 
 def softmax_loss(logits, index: int) -> float:
@@ -308,3 +314,60 @@ def test_a_map_is_decoded_from_offsets_in_map_sizes():
     assert float(near / blurred[0, 7, 1]) == pytest.approx(math.exp(-0.5), rel=1e-4)
     assert float(far / blurred[0, 7, 1]) == pytest.approx(math.exp(-2.0), rel=1e-4)
     torch.testing.assert_close(blurred.sum(-1), torch.ones(1, 16))
+
+
+def test_who_believes_the_truth_is_judged_to_know_everything():
+    """And is as good as before where it says that all stays as it is."""
+    town = Town(load_pack("l7_scarce"), num_layouts=8)
+    players = Scripted(town, ["expert_searching"] * town.num_agents)
+    state = town.reset(5, 3)
+    memory, ticks = players.reset(state), []
+    for _ in range(40):
+        state, memory, tick = record(town, state, players, memory)
+        ticks.append(tick)
+    data = torch.stack(ticks)
+    shape = TownShape.of(town)
+    module, seen = Perception(shape, 16, 4), {}
+    size = torch.tensor([shape.width, shape.height])
+
+    def knows(obs, first, state, now):
+        mean, log_std, location, after = Perception.sequence(module, obs, first, state, now)
+        seen["view"] = F.one_hot(obs.view.flatten(2).long()).float()
+        cells = seen["places"][now].long()
+        at = torch.stack([cells % shape.width, cells // shape.width], -1)
+        here = torch.stack(module.position(obs.self_state[now].flatten(0, 1)), -1)
+        here = here.unflatten(0, at.shape[:2]).unsqueeze(-2)
+        offsets = ((at - here) / size).flatten(-2)
+        mean, log_std = mean.clone(), log_std.clone()
+        mean[..., : offsets.shape[-1]] = offsets.float()
+        log_std[..., : offsets.shape[-1]] = -6.0
+        return mean, log_std, location, after
+
+    def heads(mean, self_state, action):
+        others = torch.full((*mean.shape[:2], shape.num_others, shape.num_meters), 0.75)
+        return seen["view"], None, seen["view"], others
+
+    module.sequence = knows
+    chunk_ticks, places = 4, data["places"]
+
+    class Chunks(TensorDict):
+        """The data, which notes the places of every chunk that is read."""
+
+        def __getitem__(self, index):
+            part = TensorDict.__getitem__(self, index)
+            if isinstance(index, slice):
+                seen["places"] = places[index].repeat_interleave(shape.num_agents, 1)
+            return part
+
+    got = evaluate_perception(
+        module, heads, Chunks(data.to_dict(), batch_size=data.batch_size), torch.arange(3),
+        chunk_ticks,
+    )  # fmt: skip
+    for name in ("view_accuracy", "map_seen_accuracy", "map_unseen_accuracy", "map_heard_accuracy"):
+        assert got[name] == 1.0, name
+    assert got["map_ece"] < 0.01
+    assert got["others_meters_error"] == got["others_meters_error_mean"] > 0
+    assert got["next_view_accuracy"] == got["next_view_accuracy_persistence"]
+    assert 0.5 < got["next_view_accuracy_persistence"] < 0.99
+    for name in ("map_unseen_accuracy_prior", "map_seen_accuracy_last_view"):
+        assert 0.3 < got[name] < 1.0, name

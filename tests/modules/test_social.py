@@ -137,8 +137,9 @@ def test_a_place_is_scored_by_the_facts_and_the_weights_the_network_chose(town, 
     seen = torch.ones(1, m, dtype=torch.bool)
     offset, act = torch.randn(1, m, 2), torch.zeros(1, m, dtype=torch.int64)
     state = torch.rand(1, m, social.recurrent_dim)
-    said = []
+    said, read = [], []
     social.heads.register_forward_hook(lambda *call: said.append(call[2]))
+    social.pair.register_forward_hook(lambda *call: read.append(call[1][0]))
     with torch.no_grad():
         got, _, after = social.logits(mean, log_std, known, cues, seen, offset, act, state)
     base, weights, elsewhere, _ = said[0][0, 0].split(social.sizes)
@@ -157,4 +158,7 @@ def test_a_place_is_scored_by_the_facts_and_the_weights_the_network_chose(town, 
             ]
         )
         torch.testing.assert_close(got[0, 0, place], base[place] + (facts * weights).sum())
+        # The encoder reads offsets in a unit in which what matters lies between -1/2 and 1/2.
+        torch.testing.assert_close(read[0][0, 0, [place, f + place]], torch.stack([x, y]) / 16)
+    assert read[0][0, 0, -3:].tolist() == [1.0, *offset[0, 0].tolist()]
     torch.testing.assert_close(got[0, 0, f:], elsewhere)

@@ -25,8 +25,10 @@ from hamlet.learning.train_prover import (
     train_prover,
 )
 from hamlet.proofs import ask, build_world, load_prover, save_prover
+from hamlet.proofs.closure import ROUND_STEP
 from hamlet.proofs.data import Triple
 from hamlet.proofs.kinship import found_families, kinship_graph, relations
+from hamlet.proofs.knowledge import find
 from hamlet.proofs.picture import DERIVED, FACT, draw_proof
 from hamlet.proofs.ranking import evaluate_scores, pose, sampled_negatives
 from hamlet.proofs.saved import example_inputs
@@ -220,6 +222,20 @@ def test_ask_answers_with_proofs_and_says_what_is_wrong(world):
     derived = ask("aunt(X, Y)", prover, world, limit=200)
     derived = [a for a in derived if a.proof.rule]
     assert derived
+    # What is shown is what the prover says of the atom, without its place among the rounds.
+    graph = world.graph
+    atoms = torch.tensor([
+        [graph.predicates.index(a.atom.predicate), graph.entities.index(a.atom.head),
+         graph.entities.index(a.atom.tail)] for a in derived
+    ])  # fmt: skip
+    world.eval(atoms)
+    score = prover.see(world.observe(world.reset(0, len(atoms)))).score.detach()
+    world.train()
+    first = find(world.closure.keys, graph.key(atoms))[0]
+    odds = (score + ROUND_STEP * (world.closure.round[first] - 1)).exp()
+    expected = (odds / (1 + odds)).tolist()
+    assert [a.probability for a in derived] == pytest.approx(expected, rel=1e-4)
+    assert score.tolist() == sorted(score.tolist(), reverse=True)
     assert "by k" in str(derived[0])
     assert "[fact]" in str(derived[0])
     with pytest.raises(HamletError, match="did you mean grandparent"):

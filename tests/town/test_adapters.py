@@ -229,6 +229,14 @@ def test_pettingzoo_env_passes_its_checkers(convention):
     parallel_seed_test(lambda: zoo_env(pack=SHORT, convention=convention), num_cycles=40)
 
 
+@pytest.mark.parametrize("convention", ["pettingzoo", "supersuit", "rllib"])
+def test_what_is_observed_lies_in_its_space(convention):
+    env = zoo_env(pack=SHORT, convention=convention)
+    observations, _ = env.reset(seed=0)
+    for agent in env.agents:
+        assert env.observation_space(agent).contains(observations[agent])
+
+
 def test_every_agent_ends_once_and_the_world_with_the_last():
     ends = dict.fromkeys(zoo_env().possible_agents, 0)
     rows = play_zoo(zoo_env(pack=SHORT))

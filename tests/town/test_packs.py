@@ -147,6 +147,21 @@ def test_unreadable_files_are_named(tmp_path):
         load_pack(orphan)
 
 
+def test_what_experts_reach_was_measured_in_another_town_and_is_not_taken_over(tmp_path):
+    parent = load_pack("l7_scarce").experts["expert"]
+    assert parent.contended > 0
+    assert parent.alone > 0
+    (tmp_path / "child.yaml").write_text("extends: l7_scarce\nname: child\n")
+    child = load_pack(tmp_path / "child.yaml").experts["expert"]
+    assert (child.contended, child.alone) == (None, None)
+    assert child.parameters == parent.parameters
+    (tmp_path / "child.yaml").write_text(
+        "extends: l7_scarce\nname: child\nexperts: {expert: {alone: 40.0}}\n"
+    )
+    child = load_pack(tmp_path / "child.yaml").experts["expert"]
+    assert (child.contended, child.alone) == (None, 40.0)
+
+
 def test_a_town_nobody_can_survive_is_refused():
     pack = load_pack("l3_hours").model_copy(update={"depletion_multiplier": 9.0})
     with pytest.raises(PackError, match="even an expert that knows the map lives only"):

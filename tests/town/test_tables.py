@@ -6,7 +6,7 @@ import torch
 
 from hamlet.town import Town, load_pack
 from hamlet.town.schema import INTERACT, WAIT
-from hamlet.town.tables import menu, timetable
+from hamlet.town.tables import draw_layouts, menu, nearest_usable, timetable
 
 TOWN = Town(load_pack("l7_scarce").model_copy(update={"agents": 1}), num_layouts=8)
 MONEY = 3
@@ -85,3 +85,22 @@ def test_a_use_gives_what_the_menu_says():
         rows = open_ & (duration[:, 0] >= tick + 1)
         assert rows.sum() > 4
         torch.testing.assert_close(gained[rows], expected[rows], atol=4e-3, rtol=0)
+
+
+def test_what_is_usable_in_a_cell_is_the_nearest_within_its_reach_and_the_first_of_equals():
+    pack = load_pack("l4_contention")
+    reaches = [0, 2, 1, 3]
+    places = [
+        place.model_copy(update={"distance_limit": reaches[i % len(reaches)]})
+        for i, place in enumerate(pack.affordances)
+    ]
+    pack = pack.model_copy(update={"affordances": places})
+    layouts = draw_layouts(pack, 3, 5)
+    code, distance = nearest_usable(pack, layouts)
+    for layout, cells in enumerate(layouts.tolist()):
+        for cell in range(pack.width * pack.height):
+            x, y = cell % pack.width, cell // pack.width
+            steps = [abs(x - c % pack.width) + abs(y - c // pack.width) for c in cells]
+            near = [(d, i) for i, d in enumerate(steps) if d <= places[i].distance_limit]
+            expected = min(near) if near else (0, -1)
+            assert (int(distance[layout, cell]), int(code[layout, cell])) == expected

@@ -1,0 +1,172 @@
+"""Each loss of module D and its critic, against sums written out row by row."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from hamlet.learning.policy_losses import FEATURES, IMITATING, THINKING, VALUING, PolicyLosses
+
+ROWS, GOALS, ACTIONS, CANDIDATES = 9, 4, 3, 2
+CLIP, KICKSTART, ENTROPY = 0.2, 0.3, 0.05
+
+
+class Choosing:
+    """A policy whose logits are read from the features; no two of them are the same tensor."""
+
+    def learned_logits(self, f):
+        return f.mean
+
+    def low_money_bias(self, known_state):
+        return known_state
+
+    def goal_logits(self, prior, candidates, returns, confidence):
+        return prior.scatter_add(-1, candidates, returns * confidence)
+
+    def action_logits(self, f, goal):
+        return f.log_std * (1 + goal.unsqueeze(-1))
+
+
+class Summing(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, privileged):
+        return privileged.sum(-1) * self.scale
+
+
+def losses(algorithm: str = "ppo") -> PolicyLosses:
+    params = SimpleNamespace(
+        algorithm=algorithm, clip=CLIP, kickstart_coef=KICKSTART, entropy=ENTROPY
+    )
+    return PolicyLosses(Choosing(), Summing(), params)
+
+
+def batch(names, seed: int = 3) -> TensorDict:
+    """Everything random; a third of the rows do not count."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def numbers(*size):
+        return torch.randn(ROWS, *size, generator=rng)
+
+    def choices(count, *size):
+        return torch.randint(count, (ROWS, *size), generator=rng)
+
+    first = torch.arange(ROWS)
+    content = dict.fromkeys(FEATURES, torch.zeros(ROWS, 1)) | {
+        "f_mean": numbers(GOALS), "f_known_state": numbers(GOALS), "f_log_std": numbers(ACTIONS),
+        "active": torch.arange(ROWS) % 3 != 1, "expert_goal": choices(GOALS),
+        "expert_action": choices(ACTIONS), "privileged": numbers(2), "returns": numbers(),
+        "value": numbers(), "goal": choices(GOALS), "advantages": numbers(),
+        "goal_log_prob": -1.4 + 0.3 * numbers(),
+        "candidates": torch.stack([first % GOALS, (first + 1) % GOALS], 1),
+        "imagined_return": numbers(CANDIDATES), "imagined_confidence": numbers(CANDIDATES) / 2,
+    }  # fmt: skip
+    return TensorDict({name: content[name] for name in names}, batch_size=[ROWS])
+
+
+def odds(logits) -> list[float]:
+    total = sum(math.exp(x) for x in logits)
+    return [math.exp(x) / total for x in logits]
+
+
+def mean(values) -> float:
+    return sum(values) / len(values)
+
+
+def counting(data) -> list[dict]:
+    """The rows that count, as plain numbers."""
+    return [row.to_dict(convert_tensors=True) for row in data if bool(row["active"])]
+
+
+def critic_error(row: dict) -> float:
+    """Half the squared error, pessimistic over a clipped change."""
+    value, before, target = sum(row["privileged"]), row["value"], row["returns"]
+    near = before + max(-CLIP, min(CLIP, value - before))
+    return 0.5 * max((value - target) ** 2, (near - target) ** 2)
+
+
+def test_imitation_learns_the_experts_goal_its_action_for_that_goal_and_the_returns():
+    data = batch(IMITATING)
+    loss, told = losses().imitate(data)
+    rows = counting(data)
+    goal = mean([-math.log(odds(r["f_mean"])[r["expert_goal"]]) for r in rows])
+    action = mean(
+        [
+            -math.log(
+                odds([x * (1 + r["expert_goal"]) for x in r["f_log_std"]])[r["expert_action"]]
+            )
+            for r in rows
+        ]
+    )
+    fit = mean([0.5 * (sum(r["privileged"]) - r["returns"]) ** 2 for r in rows])
+    assert loss.item() == pytest.approx(goal + action + fit, rel=1e-5)
+    assert told["value_loss"].item() == pytest.approx(fit, rel=1e-5)
+    agree = [r["f_mean"].index(max(r["f_mean"])) == r["expert_goal"] for r in rows]
+    assert told["goal_agreement"].item() == pytest.approx(mean(agree))
+    agree = [r["f_log_std"].index(max(r["f_log_std"])) == r["expert_action"] for r in rows]
+    assert told["action_agreement"].item() == pytest.approx(mean(agree))
+
+
+def test_the_critic_alone_is_not_held_near_what_it_said():
+    data = batch(VALUING)
+    loss, _ = losses().fit_critic(data)
+    rows = counting(data)
+    fit = mean([0.5 * (sum(r["privileged"]) - r["returns"]) ** 2 for r in rows])
+    assert loss.item() == pytest.approx(fit, rel=1e-5)
+
+
+def considered(row: dict) -> list[float]:
+    """Logits of the goals: what was learned, the written bias, and the imagined futures."""
+    logits = [a + b for a, b in zip(row["f_mean"], row["f_known_state"], strict=True)]
+    for goal, gain, trust in zip(
+        row["candidates"], row["imagined_return"], row["imagined_confidence"], strict=True
+    ):
+        logits[goal] += gain * trust
+    return logits
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "impala"])
+def test_goals_improve_by_their_advantages_beside_the_teacher_and_the_entropy(algorithm):
+    ticks, thoughts = batch(VALUING, 5), batch(THINKING, 3)
+    loss, told = losses(algorithm).improve(ticks, thoughts)
+    rows = counting(thoughts)
+    size = math.sqrt(mean([r["advantages"] ** 2 for r in rows]))
+    centre = mean([r["advantages"] for r in rows])
+    spread = math.sqrt(mean([(r["advantages"] - centre) ** 2 for r in rows]))
+    surrogate, divergence, entropy, teaching = [], [], [], []
+    for row in rows:
+        chosen = odds(considered(row))
+        log_prob = math.log(chosen[row["goal"]])
+        log_ratio = log_prob - row["goal_log_prob"]
+        ratio = math.exp(log_ratio)
+        if algorithm == "impala":
+            surrogate.append(log_prob * row["advantages"] / size)
+        else:
+            gain = (row["advantages"] - centre) / spread
+            surrogate.append(min(ratio * gain, max(1 - CLIP, min(1 + CLIP, ratio)) * gain))
+        divergence.append(ratio - 1 - log_ratio)
+        entropy.append(-sum(p * math.log(p) for p in chosen))
+        teaching.append(-math.log(odds(row["f_mean"])[row["expert_goal"]]))
+    fit = mean([critic_error(row) for row in counting(ticks)])
+    expected = -mean(surrogate) + 0.5 * fit + KICKSTART * mean(teaching) - ENTROPY * mean(entropy)
+    assert loss.item() == pytest.approx(expected, rel=1e-4)
+    assert told["value_loss"].item() == pytest.approx(fit, rel=1e-5)
+    assert told["goal_entropy"].item() == pytest.approx(mean(entropy), rel=1e-5)
+    name = "behaviour_kl" if algorithm == "impala" else "approx_kl"
+    assert told[name].item() == pytest.approx(mean(divergence), rel=1e-4)
+    agree = [r["f_mean"].index(max(r["f_mean"])) == r["expert_goal"] for r in rows]
+    assert told["goal_agreement"].item() == pytest.approx(mean(agree))
+
+
+def test_an_annealed_entropy_bonus_is_read_at_every_call():
+    ticks, thoughts, part = batch(VALUING, 5), batch(THINKING, 3), losses()
+    first, told = part.improve(ticks, thoughts)
+    part.entropy_coef.fill_(0.0)
+    second, _ = part.improve(ticks, thoughts)
+    assert (second - first).item() == pytest.approx(ENTROPY * told["goal_entropy"].item(), rel=1e-4)

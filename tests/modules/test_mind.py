@@ -296,3 +296,16 @@ def test_in_a_surprising_world_every_imagined_future_is_of_a_novel_state(mind, m
     assert torch.equal(after[~novel], before[~novel])
     for ours, theirs in zip(out[: 1 + len(state)], usual[: 1 + len(state)], strict=True):
         assert torch.equal(ours, theirs)  # it says so; it decides as before
+
+
+def test_only_what_was_learned_or_given_is_saved(mind, shape):
+    """What follows from the shape is computed anew, so that no file holds two truths."""
+    told = {"goal_targets", "posted", "posted_at", "prospects.menu", "prospects.paid_in"}
+    for module, buffers in (
+        (Perception(shape, 16, 4), set()),
+        (WorldModel(shape, 4, 24, 2), {"error_scale", "hours", "novel_threshold", "scale"}),
+        (Social(shape, 8), set()),
+        (mind.policy, told),
+    ):
+        learned = {name for name, _ in module.named_parameters()}
+        assert set(module.state_dict()) == learned | buffers

@@ -14,6 +14,7 @@ import torch
 
 from hamlet.artifacts import HamletError, read_json
 from hamlet.export.onnx import export_onnx
+from hamlet.learning import train_prover as learning
 from hamlet.learning.rollout import fused_step
 from hamlet.learning.train_prover import (
     Choice,
@@ -24,6 +25,7 @@ from hamlet.learning.train_prover import (
     rank,
     train_prover,
 )
+from hamlet.learning.update import Update
 from hamlet.proofs import ask, build_world, load_prover, save_prover
 from hamlet.proofs.closure import ROUND_STEP
 from hamlet.proofs.data import Triple
@@ -370,3 +372,28 @@ def test_the_rollout_step_is_one_graph_and_equals_eager():
         assert torch.equal(one["goals"], two["goals"])
         np.testing.assert_allclose(a["log_prob"], b["log_prob"], atol=1e-5)
     assert len(graphs) == 1
+
+
+def test_each_phase_learns_at_its_own_falling_rate(world, monkeypatch):
+    """Imitation at one rate, with weight decay; PPO at another, clipped harder, without."""
+    made, rates = [], []
+
+    class Watched(Update):
+        def __init__(self, *args, **options) -> None:
+            made.append(options)
+            super().__init__(*args, **options)
+
+        def set_learning_rate(self, rate: float) -> None:
+            rates.append(rate)
+            super().set_learning_rate(rate)
+
+    monkeypatch.setattr(learning, "Update", Watched)
+    config = TrainConfig(
+        slots=16, ticks=4, imitation_steps=4, ppo_steps=2, minibatches=1, learning_rate=4e-3,
+        ppo_learning_rate=2e-4, weight_decay=3e-4,
+    )  # fmt: skip
+    train_prover(world, build_prover(world, hidden=16), config, 0)
+    assert [(o["learning_rate"], o["weight_decay"], o["max_grad_norm"]) for o in made] == [
+        (4e-3, 3e-4, 1.0), (2e-4, 0.0, 0.5)
+    ]  # fmt: skip
+    assert rates == pytest.approx([4e-3, 3e-3, 2e-3, 1e-3, 2e-4, 1e-4])

@@ -431,3 +431,22 @@ def test_a_stock_ppo_trains_through_the_gymnasium_adapter():
     before = model.policy.state_dict()["action_net.weight"].clone()
     model.learn(512)
     assert not before.equal(model.policy.state_dict()["action_net.weight"])
+
+
+def test_every_seed_is_a_world_of_its_own():
+    """And the same one again; without a seed each reset goes on to another world."""
+    env = zoo_env(pack=SHORT)
+    worlds = []
+    for seed in [*range(60), *range(60)]:
+        env.reset(seed=seed)
+        worlds.append(int(env.world["seed"][0]))
+    assert worlds[:60] == worlds[60:]
+    assert len(set(worlds)) == 60
+
+    env = torchrl_env(1, pack=SHORT)
+    found = []
+    for seed in (None, 0, 1, 2):
+        env.set_seed(seed)
+        found.append([env.reset()["state"].sum().item() for _ in range(8)])
+    assert found[0] == found[1]
+    assert len({state for states in found[1:] for state in states}) > 20

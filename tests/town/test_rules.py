@@ -14,10 +14,12 @@ from benchmarks.town_parity import main as parity
 from benchmarks.town_parity import replay
 from hamlet.learning.compiling import compiled
 from hamlet.town import Scripted, Town, load_pack
+from hamlet.town.personalities import NAMES
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "hamlet"
 LEVELS = ("L1_full_observability", "L2_partial_observability", "L3_temporal_mechanics")
 TOWN = Town(load_pack("l4_contention"), num_layouts=64)
+ZOO = str(Path(__file__).parent / "zoo.yaml")
 needs_traces = pytest.mark.skipif(not DATA.is_dir(), reason="no recorded runs in ../shared")
 
 
@@ -148,7 +150,7 @@ def test_contention_is_fair():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ["l4_contention", str(Path(__file__).parent / "zoo.yaml")])
+@pytest.mark.parametrize("source", ["l4_contention", ZOO])
 def test_compiled_and_eager_worlds_agree(source):
     """Everything discrete exactly, floats to rounding; also with actions in either memory order."""
     town = Town(load_pack(source), num_layouts=64)
@@ -174,3 +176,21 @@ def test_compiled_and_eager_worlds_agree(source):
                 else:
                     assert torch.equal(value, theirs[name]), (tick, name)
     assert (state["episode"] > 0).all()
+
+
+@pytest.mark.parametrize("pack", ["l5_changing", "l7_scarce", ZOO])
+def test_what_is_compiled_reads_the_same_numbers(pack, monkeypatch):
+    """The branches that only compiled code takes, run without compiling."""
+    town = Town(load_pack(pack), num_layouts=8)
+    players = Scripted(town, NAMES, 5)
+    state = town.reset(11, 16)
+    tick = torch.arange(16) * (town.lifespan - 4) // 15
+    state = town.rearrange(state, tick=tick, hour=(town.pack.start_hour + tick) % 24)
+    memory = players.reset(state)
+    for _ in range(10):
+        action, _, memory = players.act(state, memory)
+        plain = town.step_core(state, action)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.compiler, "is_compiling", lambda: True)
+            state = town.step_core(state, action)
+        assert (state == plain).all()

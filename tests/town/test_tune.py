@@ -5,7 +5,7 @@ from __future__ import annotations
 import yaml
 
 from hamlet.town import load_pack
-from hamlet.town.tune import main
+from hamlet.town.tune import NOTE, main
 
 QUICK = ["--generations", "2", "--candidates", "4", "--worlds", "1"]
 MINE = """# My town.
@@ -26,7 +26,11 @@ def test_the_experts_asked_for_are_tuned_and_the_others_kept(tmp_path, capsys):
     file.write_text(MINE)
     assert main([str(file), "--experts", "expert,expert_yesterday", *QUICK]) == 0
     assert file.read_text().startswith(MINE.split("\nexperts")[0])
+    assert file.read_text().count("parameters:") == 2
+    assert file.read_text().count(NOTE) == 1
     experts = yaml.safe_load(file.read_text())["experts"]
+    assert experts.keys() == {"expert", "expert_ignoring", "expert_yesterday"}
+    assert experts["expert"].keys() == {"contended", "alone", "parameters"}
     assert experts["expert_ignoring"] == {"contended": 2.5}
     found = {name: experts[name]["parameters"] for name in ("expert", "expert_yesterday")}
     assert found["expert"]["foresight"] not in (0.0, 0.5)

@@ -269,14 +269,13 @@ def proofs() -> Numbers:
 
 
 def trainers() -> Numbers:
-    """Two updates of everything that is trained; on the CPU, as `tests/emulated.py` does them."""
-    train_world_model.REPORT_TICKS = (1, 5)
-    with tempfile.TemporaryDirectory() as folder, chdir(folder):
-        return trained(device_work.done_on(torch.device("cpu"), device_work.recorded()))
-
-
-def trained(told: dict[str, Any]) -> Numbers:
-    """Every number that the trainers told."""
+    """What two updates of everything that is trained tell, and a match and a ranking."""
+    before, train_world_model.REPORT_TICKS = train_world_model.REPORT_TICKS, (1, 5)
+    try:
+        with tempfile.TemporaryDirectory() as folder, chdir(folder):
+            told = device_work.done_on(torch.device("cpu"), device_work.recorded())
+    finally:
+        train_world_model.REPORT_TICKS = before
     return {name: float(value) for name, value in device_work.numbers(told)}
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from hamlet.learning import distributed
 from hamlet.learning.buffer import RolloutBuffer
 
 
@@ -77,3 +78,25 @@ def test_a_part_has_some_entries_of_some_slots_of_each_tick():
     assert part.data["x"].shape == (3, 2, 2)
     served = torch.cat([b["id"] for b in part.minibatches(2, torch.Generator().manual_seed(0))])
     assert sorted(served.tolist()) == [0, 3, 5, 6, 8, 10]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_serves_its_rows_of_the_minibatches_that_all_shuffle(ranks, monkeypatch):
+    """Row t of slot s at rank r is number t * S * ranks + r * S + s of all."""
+    ticks, slots, count = 4, 3, 5
+    order = torch.randperm(ticks * slots * ranks, generator=torch.Generator().manual_seed(1))
+    expected = [part.tolist() for part in order.tensor_split(count)]
+    monkeypatch.setattr(distributed, "ranks", lambda: ranks)
+    served = [[] for _ in range(count)]
+    for rank in range(ranks):
+        monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
+        buffer = RolloutBuffer(ticks)
+        for t in range(ticks):
+            ids = t * slots * ranks + rank * slots + torch.arange(slots)
+            buffer.add(TensorDict({"id": ids}, batch_size=[slots]))
+        parts = list(buffer.minibatches(count, torch.Generator().manual_seed(1)))
+        for part, found in zip(parts, served, strict=True):
+            found.append(part["id"].tolist())
+    for numbers, found in zip(expected, served, strict=True):
+        for rank, own in enumerate(found):
+            assert own == [n for n in numbers if n // slots % ranks == rank]

@@ -391,3 +391,17 @@ def test_a_loss_that_every_rank_takes_whole_counts_as_often_as_there_are_ranks(r
         torch.testing.assert_close(seen["values"], expected["values"], **CLOSE)
         torch.testing.assert_close(seen["critic"], 2 * expected["critic"], **CLOSE)
         torch.testing.assert_close(seen["meters"], 2 * expected["meters"], **CLOSE)
+
+
+def test_parts_are_equal_in_order_and_joined_are_the_whole():
+    rows = {"a": torch.arange(12).view(6, 2), "b": (torch.arange(6), torch.arange(18).view(6, 3))}
+    parts = [distributed.shard(rows, k, 3) for k in range(3)]
+    assert parts[1]["a"].tolist() == [[4, 5], [6, 7]]
+    assert parts[2]["b"][0].tolist() == [4, 5]
+    whole = distributed.joined(parts)
+    assert torch.equal(whole["a"], rows["a"])
+    assert all(torch.equal(x, y) for x, y in zip(whole["b"], rows["b"], strict=True))
+    columns = [distributed.shard(rows["a"], k, 2, 1) for k in range(2)]
+    assert columns[1].tolist() == [[1], [3], [5], [7], [9], [11]]
+    assert torch.equal(distributed.joined(columns, 1), rows["a"])
+    assert distributed.shard(rows, 0, 1) is rows

@@ -97,7 +97,43 @@ def edit_unknown_effect(p):
     place(p, "Bed")["on_completion"] = [{"effect": "explode", "tag": "home"}]
 
 
+def edit_never_below_zero(p):
+    place(p, "Doctor")["preconditions"] = [{"meter": "health", "op": "<", "value": 0.0}]
+
+
+def edit_never_at_most(p):
+    place(p, "Doctor")["preconditions"] = [{"meter": "health", "op": "<=", "value": -0.1}]
+
+
+def edit_refund_of_nothing(p):
+    place(p, "Park")["refund"] = 0.5
+    place(p, "Park").pop("price_per_tick", None)
+
+
+def edit_own_drain(p):
+    p["cascades"][0]["target"] = p["cascades"][0]["source"]
+
+
+def edit_no_kin(p):
+    p["cues"][0]["visibility"] = "family"
+
+
+def edit_many_cues(p):
+    p["cues"] = [p["cues"][0] | {"name": f"cue_{i}"} for i in range(31)]
+
+
+def edit_two_changes(p):
+    p["schedule"] = [{"tick": 9, "cascade_factor": 2.0}, {"tick": 9, "cascade_factor": 3.0}]
+
+
 NONSENSE = {
+    edit_never_below_zero: ("Doctor.preconditions", "health < 0.0 never holds"),
+    edit_never_at_most: ("Doctor.preconditions", "health <= -0.1 never holds"),
+    edit_refund_of_nothing: ("Park.refund", "nothing to refund", "set price_per_tick"),
+    edit_own_drain: ("cascades", "cannot drain itself"),
+    edit_no_kin: ("cues.is_working.visibility", "needs a families section"),
+    edit_many_cues: ("cues", "at most 30 cues fit, found 31"),
+    edit_two_changes: ("schedule.9", "two changes at one tick"),
     edit_unknown_meter: ("Bed.effects_per_tick", "unknown meter 'enrgy'", "energy"),
     edit_unknown_place: ("cues.is_working", "unknown affordance 'Office'", "Job"),
     edit_misspelt_field: ("capacty", "Extra inputs"),
@@ -132,6 +168,23 @@ def test_nonsense_gets_one_clear_line(edit, tmp_path):
     assert "\n" not in message
     for part in NONSENSE[edit]:
         assert part in message
+
+
+def test_what_lies_on_a_limit_is_a_pack(tmp_path):
+    """The last values before the ones that are refused."""
+    content = copy.deepcopy(BASE)
+    place(content, "Doctor")["preconditions"] = [
+        {"meter": "health", "op": "<=", "value": 0.0}, {"meter": "mood", "op": ">=", "value": 1.0},
+        {"meter": "mood", "op": ">", "value": 0.0}, {"meter": "social", "op": "<", "value": 0.001},
+    ]  # fmt: skip
+    content["cues"][0]["distance_limit"] = content.get("cue_distance", 2)
+    content["cues"] += [content["cues"][0] | {"name": f"cue_{i}"} for i in range(30)]
+    content["cues"] = content["cues"][:30]
+    content["schedule"] = [{"tick": content["lifespan"] - 1, "cascade_factor": 2.0}]
+    content["families"] = {"size": content["agents"], "messages": 2}
+    file = tmp_path / "limit.yaml"
+    file.write_text(yaml.safe_dump(content))
+    assert len(load_pack(file).cues) == 30
 
 
 def test_unreadable_files_are_named(tmp_path):

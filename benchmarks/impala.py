@@ -32,8 +32,8 @@ import torch
 from benchmarks.study_report import interval
 from hamlet.artifacts import HamletError, atomic_path, read_json, write_json
 from hamlet.learning.actors import Cast
-from hamlet.learning.population import Selves
-from hamlet.learning.rollout import Record, evaluate, fused_step
+from hamlet.learning.population import Selves, play_alone
+from hamlet.learning.rollout import Record
 from hamlet.learning.train_policy import train_policy
 from hamlet.modules.contracts import TownShape
 from hamlet.modules.critic import Critic
@@ -84,21 +84,6 @@ class Timed:
         return self.ends[-1] - self.ends[0]
 
 
-class Lives:
-    """Every place of a world held by the same mind; the mean return of its agents is recorded."""
-
-    def __init__(self, seat: Selves) -> None:
-        self.seat = seat
-
-    def act(self, world: Any, seen: Any, memory: Any) -> tuple[torch.Tensor, Any, Record]:
-        action, memory = self.seat.act(world, seen, memory)
-        return action, memory, {}
-
-    def outcome(self, before: Any, after: Any, memory: Any) -> tuple[Any, Record]:
-        memory = self.seat.forget(memory, after["episode_over"])
-        return memory, {"returns": after["reward"].mean(1)}
-
-
 def sized(params: Params, **changes: Any) -> Params:
     return params.model_copy(update={"policy": params.policy.model_copy(update=CHANGED | changes)})
 
@@ -116,11 +101,11 @@ def trained(
         policy.load_state_dict(start[0].state_dict())
         critic = copy.deepcopy(start[1])
     with TemporaryDirectory() as folder:
-        critic = train_policy(
+        found = train_policy(
             town, shape, mind, blank, params.policy, params.compile, seed,
             Path(folder) / "checkpoint.pt", log, critic, cast=cast,
         )  # fmt: skip
-    return mind.policy, critic
+    return mind.policy, found.critic
 
 
 def held_out(params: Params, policy: Any) -> list[float]:
@@ -131,12 +116,8 @@ def held_out(params: Params, policy: Any) -> list[float]:
     own: Any = mind.policy
     own.load_state_dict(policy.state_dict())
     seat = Selves(mind, shape, blank, 0, shape.num_agents, imagines=True)
-    town.eval(HELD_OUT_WORLDS)
-    lived = evaluate(
-        town, fused_step(town, Lives(seat)), seat.start(HELD_OUT_WORLDS), HELD_OUT_WORLDS,
-        HELD_OUT_WORLDS, params.seed + EVALUATION_SEED,
-    )  # fmt: skip
-    return [round(x, 3) for x in lived["returns"].tolist()]
+    returns = play_alone(town, seat, HELD_OUT_WORLDS, params.seed + EVALUATION_SEED).mean(1)
+    return [round(x, 3) for x in returns.tolist()]
 
 
 def imitated(params: Params) -> None:

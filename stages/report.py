@@ -46,6 +46,13 @@ MODULE_ROWS: dict[str, list[tuple[str, str, str | None]]] = {
         ("goal_agreement", "goals, agreement with the teacher", None),
         ("menu_error", "what a use gives, imagined: error as a share of it", None),
         ("explained_variance", "the critic's value, explained variance", None),
+        (
+            "reinforced_return",
+            "held-out return (baseline: after imitation, before reinforcement)",
+            "imitated_return",
+        ),
+        ("reinforcement_gain", "what reinforcement added to it", None),
+        ("reinforcement_gain_ci95", "half of the 95 % interval of that", None),
     ],
 }
 

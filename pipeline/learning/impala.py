@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hamlet.learning.actors import Actors, Cast
 from hamlet.learning.buffer import RolloutBuffer
-from hamlet.learning.learner import Learner
+from hamlet.learning.learner import Learner, weights_of
 from hamlet.learning.losses import weighted_mean
 from hamlet.learning.policy_losses import features_of
 from hamlet.learning.precision import Precision, autocast
@@ -89,7 +89,7 @@ class Behind:
         by how many updates who acted is older, and what `add_traces` tells."""
         learner = self.learner
         if not self.queue:
-            self.queue.extend([self._weights()] * (self.params.lag + 1))
+            self.queue.extend([weights_of(self.policy)] * (self.params.lag + 1))
         if self.cast:
             if self.actors is None:
                 self.actors = Actors(
@@ -116,12 +116,9 @@ class Behind:
 
     def learned(self) -> None:
         """The policy's weights are new: they act in the rollout that is `lag` after the next."""
-        self.queue.append(self._weights())
+        self.queue.append(weights_of(self.policy))
         if self.actors and self.next + self.params.lag < self.iterations:
             self.actors.send(self.queue[-1])
-
-    def _weights(self) -> Weights:
-        return {name: value.clone() for name, value in self.policy.state_dict().items()}
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint; `load` goes on with it."""

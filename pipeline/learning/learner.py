@@ -133,6 +133,11 @@ def unpacked(rows: Mapping[str, Any]) -> tuple[TensorDict, RolloutCarry]:
     return TensorDict(rows["world"], batch_size=size), carry
 
 
+def weights_of(policy: Any) -> dict[str, Tensor]:
+    """A copy of a policy's weights."""
+    return {name: value.clone() for name, value in policy.state_dict().items()}
+
+
 class CoPlayers(Protocol):
     """Who plays the last agents of every world, so that the others learn among strangers."""
 

@@ -182,6 +182,31 @@ def play(town: Town, mine: Seat, theirs: Seat, worlds: int, seed: int) -> Tensor
         town.train()
 
 
+class Everyone:
+    """One kind of player in all places of every world, as a `Player`."""
+
+    def __init__(self, seat: Seat) -> None:
+        self.seat = seat
+
+    def act(self, world: TensorDict, seen: TensorDict, memory: Any) -> tuple[Tensor, Any, Record]:
+        action, memory = self.seat.act(world, seen, memory)
+        return action, memory, {}
+
+    def outcome(self, before: TensorDict, after: TensorDict, memory: Any) -> tuple[Any, Record]:
+        memory = self.seat.forget(memory, after["episode_over"])
+        return memory, {"returns": after["reward"]}
+
+
+def play_alone(town: Town, seat: Seat, worlds: int, seed: int) -> Tensor:
+    """float64 [worlds, N] the return of every agent of a life, all of them played by `seat`."""
+    town.eval(worlds)
+    step = fused_step(town, Everyone(seat))
+    try:
+        return evaluate(town, step, seat.start(worlds), worlds, worlds, seed)["returns"]
+    finally:
+        town.train()
+
+
 class Standing(NamedTuple):
     """What a table of matches says of the K members of a population."""
 

@@ -50,6 +50,7 @@ from hamlet.learning.learner import (
     slots_of,
     thinking_in,
     unpacked,
+    weights_of,
 )
 from hamlet.learning.log import Log
 from hamlet.learning.policy_losses import IMITATING, THINKING, VALUING, PolicyLosses
@@ -110,6 +111,18 @@ def driven_worlds(worlds: int, share: float) -> Tensor:
     A smaller share is a part of a larger one: a world that the learner took over stays its own.
     """
     return torch.arange(worlds, dtype=torch.float64).mul(GOLDEN).frac() < share
+
+
+class Trained(NamedTuple):
+    """What is left beside the policy, which is trained in place.
+
+    Attributes:
+        critic: that was trained beside it.
+        imitated: the policy's weights at the end of imitation, before reinforcement.
+    """
+
+    critic: Critic
+    imitated: dict[str, Tensor]
 
 
 class Updates(NamedTuple):
@@ -323,8 +336,8 @@ def train_policy(
     co_players: CoPlayers | None = None,
     teacher: Teacher | None = None,
     cast: Cast | None = None,
-) -> Critic:
-    """Train `mind.policy` in place; returns the critic that was trained beside it.
+) -> Trained:
+    """Train `mind.policy` in place.
 
     Args:
         first: blank minds of a number of worlds and of agents in each.
@@ -356,6 +369,7 @@ def train_policy(
     parts = {"policy": policy, "critic": critic, "rng": rng, **updates._asdict()}
     saved = Checkpoint(checkpoint, parts)
     start, extra = saved.load()
+    imitated = extra.get("imitated") or weights_of(policy)
     if start:
         rollouts.load(extra)
         if older:
@@ -379,9 +393,12 @@ def train_policy(
             if older and not imitating:
                 older.learned()
             log.record(iteration, metrics | told | {"mean_return": rollouts.count(buffer)})
-            acting = older.state() if older else {}
-            saved.save(iteration + 1, {"scores": rollouts.scores} | acting, rollouts.state())
-    return critic
+            if iteration + 1 == params.imitation_iterations:
+                imitated = weights_of(policy)
+            kept = {"scores": rollouts.scores, "imitated": imitated}
+            kept |= older.state() if older else {}
+            saved.save(iteration + 1, kept, rollouts.state())
+    return Trained(critic, imitated)
 
 
 def episode_scores(buffer: RolloutBuffer, score: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:

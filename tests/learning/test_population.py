@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from hamlet.learning.checkpoint import Checkpoint
 from hamlet.learning.learner import Learner, RolloutCarry
@@ -19,6 +20,7 @@ from hamlet.learning.population import (
     chances,
     elo,
     play,
+    play_alone,
     standing,
 )
 from hamlet.learning.rollout import fused_step
@@ -150,6 +152,24 @@ def test_equal_members_fare_equally_and_their_noise_differs(town):
     returns = play(town, *seats, 64, 0)
     gap = returns[:, :2].mean(1) - returns[:, 2:].mean(1)
     assert gap.mean().abs() < 4 * gap.std() / 64**0.5
+
+
+def test_alone_all_places_are_played_by_the_same():
+    """Characters among themselves get what they get in the town, each place its own return."""
+    pack = load_pack("l4_contention").model_copy(update={"lifespan": 12})
+    town = Town(pack, num_layouts=8)
+    scripted = Scripted(town, ["expert"], 3)
+    returns = play_alone(town, Characters(scripted, 0, town.num_agents), 6, 4)
+    town.eval(6)
+    world = town.reset(4, 6)
+    expected = torch.zeros(6, town.num_agents, dtype=torch.float64)
+    nothing = TensorDict({}, batch_size=[6])
+    for _ in range(12):
+        world = town.step_core(world, scripted.act(world, nothing)[0])
+        expected += world["reward"]
+    town.train()
+    torch.testing.assert_close(returns, expected)
+    assert returns.std() > 0
 
 
 def test_what_a_table_of_matches_says():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from tensordict import TensorDict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hamlet.learning.buffer import RolloutBuffer
+from hamlet.learning.checkpoint import Checkpoint
 from hamlet.learning.learner import (
     ACTION_STREAM,
     GOAL_STREAM,
@@ -30,6 +32,7 @@ from hamlet.modules.contracts import TownShape
 from hamlet.modules.critic import Critic
 from hamlet.params import load_params
 from hamlet.town import Scripted, Town, load_pack
+from tests.learning.interrupted import Stopped, StoppedLog
 from tests.learning.minds import new_mind
 
 TINY = load_params(Path(__file__).parents[2] / "params.yaml", "tiny")
@@ -250,3 +253,35 @@ def test_the_expert_goes_on_teaching_while_ppo_runs(tmp_path):
             if name.startswith(("controller.", "goal_prior.")):
                 assert torch.equal(p, before[name]) == name.startswith("controller."), name
     assert agreement[3.0] > agreement[0.0] + 0.1, agreement
+
+
+def test_what_imitation_left_is_kept_though_reinforcement_goes_on_after_an_interrupt(
+    tmp_path, monkeypatch
+):
+    """As a training that ends with imitation leaves it."""
+    town = Town(load_pack("l4_contention"), num_layouts=8)
+    sizes = TINY.policy.model_copy(
+        update={
+            "imitation_iterations": 2, "critic_iterations": 1, "ppo_iterations": 3, "worlds": 8,
+            "rollout": 4, "minibatches": 2, "imitation_minibatches": 2,
+        }
+    )  # fmt: skip
+    torch.set_num_threads(1)
+
+    def trained(file: str, changes: dict, stop: int | None = None):
+        mind, blank = new_mind(town, sizes)
+        found = train_policy(
+            town, TownShape.of(town), mind, blank, sizes.model_copy(update=changes), TINY.compile,
+            0, tmp_path / file, StoppedLog(stop),
+        )  # fmt: skip
+        return mind.policy.state_dict(), found.imitated
+
+    expected, same = trained("a.pt", {"critic_iterations": 0, "ppo_iterations": 0})
+    assert all(torch.equal(expected[name], same[name]) for name in expected)
+    monkeypatch.setattr("hamlet.learning.train_policy.Checkpoint", partial(Checkpoint, interval=0))
+    with pytest.raises(Stopped):
+        trained("b.pt", {}, 4)
+    learned, imitated = trained("b.pt", {})
+    # The rate of imitation falls to its own end, so both imitated alike.
+    assert all(torch.equal(expected[name], imitated[name]) for name in expected)
+    assert any(not torch.equal(learned[name], imitated[name]) for name in learned)

@@ -13,7 +13,7 @@ random play of the other side, as a fixed opponent, and the score is the mean of
 best is the best that any player here got.
 
 Finished cells are kept in benchmarks/results/own_worlds.json and are not run again, unless
-`--again` asks for them; the table is own_worlds.md beside it. Needs the `bench` and `worlds` extras.
+`--again` asks for them; the table is own_worlds.md beside it. Needs the extras `bench`, `worlds`.
 """
 
 from __future__ import annotations

@@ -14,34 +14,24 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "own_gymnasium" / "world.py"
 SHOWN = (2, 5)  # first and last tick at which the late sign may be shown
 
 
-def _of_the_example() -> Any:
-    """The class TMaze of examples/own_gymnasium/world.py."""
-    spec = spec_from_file_location("t_maze_of_the_example", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.TMaze
-
-
-TMaze = _of_the_example()
-
-
-class LateSign(TMaze):
+class LateSign(gymnasium.Wrapper):
     """The T-maze of the example, but its sign is shown at one random tick from 2 to 5, and is 0
     before and after. The junction is eight steps away, so everybody meets the sign."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.shown = 0
+    shown = 0
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        _, info = super().reset(seed=seed)
-        self.shown = int(self.np_random.integers(SHOWN[0], SHOWN[1] + 1))
-        return self._seen(), info
+        seen, info = self.env.reset(seed=seed, options=options)
+        self.shown = int(self.unwrapped.np_random.integers(SHOWN[0], SHOWN[1] + 1))
+        return self._seen(seen), info
 
-    def _seen(self, sign: int = 0) -> np.ndarray:
-        return super()._seen(self.side if self.ticks == self.shown else 0)
+    def step(self, action: int) -> Any:
+        seen, *rest = self.env.step(action)
+        return self._seen(seen), *rest
+
+    def _seen(self, seen: np.ndarray) -> np.ndarray:
+        maze: Any = self.unwrapped
+        return np.array([maze.side if maze.ticks == self.shown else 0, *seen[1:]], np.float32)
 
 
 class WithoutVelocities(gymnasium.ObservationWrapper):
@@ -62,12 +52,17 @@ def cartpole() -> gymnasium.Env:
 
 def t_maze() -> gymnasium.Env:
     """The world of examples/own_gymnasium."""
-    return TMaze()
+    spec = spec_from_file_location("t_maze_of_the_example", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.make()
 
 
 def late_sign() -> gymnasium.Env:
     """The T-maze whose cue comes later than the first tick."""
-    return LateSign()
+    return LateSign(t_maze())
 
 
 def tag() -> Any:

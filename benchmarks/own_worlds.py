@@ -266,14 +266,20 @@ def run_all(
     Args:
         again: run also those that it has.
     """
-    found = read_json(path) if path.exists() else {"cells": {}}
     for cell in cells:
-        if key(*cell) in found["cells"] and not again:
+        if key(*cell) in kept(path)["cells"] and not again:
             continue
-        found["cells"][key(*cell)] = run(cell)
+        made = run(cell)
+        found = kept(path)  # once more: another run may have added its cells meanwhile
+        found["cells"][key(*cell)] = made
         write_json(path, found)
-        print(key(*cell), found["cells"][key(*cell)]["returns"], flush=True)
-    return found
+        print(key(*cell), made["returns"], flush=True)
+    return kept(path)
+
+
+def kept(path: Path) -> dict[str, Any]:
+    """What the JSON at `path` holds; no cells, if there is none."""
+    return read_json(path) if path.exists() else {"cells": {}}
 
 
 # ------------------------------------------------------------------------------------------------

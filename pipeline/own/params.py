@@ -83,7 +83,7 @@ class PolicyParams(Section):
     lam: float = Field(default=0.95, ge=0, le=1, description="lambda of the advantages")
     clip: float = Field(default=0.2, gt=0, lt=1, description="of PPO's ratio")
     entropy: float = Field(default=0.01, ge=0, description="weight of the odds' entropy")
-    max_kl: float = Field(default=0.05, gt=0, description="no further epoch beyond it")
+    max_kl: float = Field(default=0.015, gt=0, description="no further epoch beyond it")
     kept_ticks: int = Field(
         default=4000, ge=64, description="last ticks, of all worlds, that module C learns from"
     )

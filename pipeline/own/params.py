@@ -38,7 +38,7 @@ class PerceptionParams(Section):
     """Module A."""
 
     hidden: int = Field(default=64, ge=4, description="width of the belief")
-    steps: int = Field(default=300, ge=1, description="gradient steps")
+    steps: int = Field(default=600, ge=1, description="gradient steps")
     chunk: int = Field(default=32, ge=2, description="ticks through which a step goes back")
     learning_rate: float = Field(
         default=2e-3, gt=0, lt=1, description="at first; it falls to a tenth"

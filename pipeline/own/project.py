@@ -174,7 +174,7 @@ world:
   kwargs: {{}}
   longest: 10000      # ticks after which an episode is cut
 collect: {{ticks: 4000, lanes: 8}}
-perception: {{hidden: {128 if wide else 64}, steps: 300, chunk: 32, recall: 1.0}}
+perception: {{hidden: {128 if wide else 64}, steps: 600, chunk: 32, recall: 1.0}}
 world_model: {{members: 3, hidden: 128, steps: 600}}
 policy:
   ticks: 28000        # of all worlds together

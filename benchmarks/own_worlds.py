@@ -152,7 +152,7 @@ def trained(player: str, params: Any, several: bool) -> tuple[Callable[[], Any],
     taken = int(read_json(paths.metrics("collect"))["ticks"])
     if player == OURS:
         social = ["social"] if several else []
-        names = ["perception", "freeze_perception", "world_model", "policy", *social, "agent"]
+        names = ["perception", "freeze_perception", "policy", "world_model", *social, "agent"]
         run_stages(names, params)
         agent = OnnxAgent(paths.AGENT)
         agents = len(agent.card["world"]["agents"])

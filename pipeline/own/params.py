@@ -85,7 +85,7 @@ class PolicyParams(Section):
     entropy: float = Field(default=0.01, ge=0, description="weight of the odds' entropy")
     max_kl: float = Field(default=0.015, gt=0, description="no further epoch beyond it")
     kept_ticks: int = Field(
-        default=4000, ge=64, description="last ticks, of all worlds, that module C learns from"
+        default=14_000, ge=64, description="last ticks, of all worlds, that B and C learn from"
     )
 
 

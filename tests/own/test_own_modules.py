@@ -15,9 +15,9 @@ from hamlet.learning.buffer import RolloutBuffer
 from hamlet.own.data import Recorder, believe
 from hamlet.own.params import PolicyParams, SocialParams, WorldModelParams
 from hamlet.own.train_perception import lessons_of, losses, unroll
-from hamlet.own.train_policy import Loss, Player
+from hamlet.own.train_policy import PLAYED, Loss, Player, train_policy
 from hamlet.own.train_social import train_social
-from hamlet.own.train_world_model import errors, outcomes_of, train_world_model
+from hamlet.own.train_world_model import errors, outcomes_of, rows_of, train_world_model
 from hamlet.plain.perception import Perception, Told
 from hamlet.plain.policy import Policy
 from hamlet.plain.senses import statistics_of
@@ -101,7 +101,8 @@ def test_d_is_told_the_action_before():
     told = []
 
     def perceive(observation, before, belief):
-        told.append(before)
+        if observation[0, 0] < 4:  # the fourth is the last of a life, no action follows
+            told.append(before)
         return observation[:, :1], belief
 
     lanes = Lanes(lambda: GymnasiumWorld(Counting(4), "counting"), 2, count(), 1000)
@@ -141,7 +142,8 @@ def test_b_tells_reward_end_and_return_of_every_action(ends):
     shape, data = counted(60, 3, ends)
     believed = believe(by_tick, shape, data, 1)
     params = WorldModelParams(members=2, hidden=32, steps=500, batch=64, learning_rate=5e-3)
-    model, report = train_world_model(shape, data, believed, params, 0.9, 0, Plain())
+    both = (data, believed), (data, believed)
+    model, report = train_world_model(shape, *both, params, 0.9, 0, Plain())
     with torch.no_grad():
         seen = torch.tensor([[0.0], [1 / 3], [2 / 3]])
         reward, going_on, value, uncertainty = model(seen, torch.zeros(3, 1))
@@ -164,8 +166,8 @@ def test_b_tells_of_each_action_its_own_reward():
     shape, data = counted(60)
     data["reward"] = data["action"].float()
     params = WorldModelParams(members=2, hidden=32, steps=300, batch=64, learning_rate=5e-3)
-    believed = believe(by_tick, shape, data, 1)
-    model, _ = train_world_model(shape, data, believed, params, 0.9, 0, Plain())
+    both = [(data, believe(by_tick, shape, data, 1))] * 2
+    model, _ = train_world_model(shape, *both, params, 0.9, 0, Plain())
     with torch.no_grad():
         reward = model(torch.tensor([[0.0], [1 / 3]]), torch.zeros(2, 1))[0]
     expected = torch.arange(3.0).expand(2, 3)
@@ -174,7 +176,8 @@ def test_b_tells_of_each_action_its_own_reward():
 
 def test_b_learns_what_comes_after_and_no_return_that_the_record_does_not_reach():
     shape, data = counted(5)  # a life of three ticks, and two ticks of the next
-    rows = outcomes_of(data, believe(by_tick, shape, data, 1), 0.9)
+    everyone = torch.ones(4, dtype=torch.bool)
+    rows = outcomes_of(data, believe(by_tick, shape, data, 1), 0.9, everyone)
     torch.testing.assert_close(rows.change[:, 0], torch.full((20,), 1 / 3))
     assert rows.known.unflatten(0, (5, 4))[:, 0].tolist() == [True, True, True, False, False]
     unit = torch.tensor([0.0, 1.0])
@@ -182,6 +185,39 @@ def test_b_learns_what_comes_after_and_no_return_that_the_record_does_not_reach(
     told = errors(model, rows)["value"]
     assert (told[:, ~rows.known] == 0).all()
     assert (told[:, rows.known] > 0).all()
+
+
+def test_b_learns_from_both_plays_and_returns_from_ds_only():
+    shape, random = counted(6)
+    _, own = counted(3)
+    collected, played = ((data, believe(by_tick, shape, data, 1)) for data in (random, own))
+    rows = rows_of(shape, collected, played, 0.9, judged=False)
+    # Three of four lanes; each life of three ticks ends within the record.
+    assert len(rows.action) == 3 * 6 + 3 * 3
+    assert rows.known.tolist() == [False] * 18 + [True] * 9
+    judged = rows_of(shape, collected, played, 0.9, judged=True)
+    assert len(judged.action) == 6 + 3
+    assert judged.reward.tolist() == [1, 2, 3, 1, 2, 3, 1, 2, 3]
+
+
+def test_ds_play_is_kept_as_a_frozen_a_would_see_it():
+    """What follows a row is the last thing seen in that life, ended either way."""
+    for ends in ("terminated", "truncated"):
+        lanes = Lanes(lambda: GymnasiumWorld(Counting(3, ends), "counting"), 2, count(), 1000)  # noqa: B023
+        params = PolicyParams(ticks=16, lanes=2, rollout=8, minibatch=8, epochs=1)
+        data = train_policy(lanes, counting_belief, (1, 1), params, 0, Plain()).played
+        assert set(data) == set(PLAYED)
+        assert data["features"][:4, 0, 0].tolist() == [0, 1, 2, 0]
+        assert data["next_features"][:4, 0, 0].tolist() == [1, 2, 3, 1]
+        assert data["belief"][:4, 0, 0].tolist() == [1, 2, 3, 1]
+        assert data["next_belief"][:4, 0, 0].tolist() == [2, 3, 4, 2]
+        assert data[ends][:4, 0].tolist() == [False, False, True, False]
+        assert data["reward"][:4, 0].tolist() == [1, 2, 3, 1]
+
+
+def counting_belief(observation, before, belief):
+    """The counter's tick, and a belief that counts its own ticks."""
+    return observation[:, :1], belief + 1
 
 
 def test_c_tells_each_of_the_others_from_what_it_sees():

@@ -11,13 +11,23 @@ import torch
 from own_worlds import Counting, Plain
 from tensordict import TensorDict
 
+from hamlet.artifacts import write_json
 from hamlet.learning.buffer import RolloutBuffer
+from hamlet.own import paths
 from hamlet.own.data import Recorder, believe
+from hamlet.own.evaluating import write_report
 from hamlet.own.params import PolicyParams, SocialParams, WorldModelParams
-from hamlet.own.train_perception import lessons_of, losses, unroll
+from hamlet.own.train_perception import judge_perception, lessons_of, losses, unroll
 from hamlet.own.train_policy import PLAYED, Loss, Player, train_policy
 from hamlet.own.train_social import train_social
-from hamlet.own.train_world_model import errors, outcomes_of, rows_of, train_world_model
+from hamlet.own.train_world_model import (
+    Outcomes,
+    errors,
+    judge_world_model,
+    outcomes_of,
+    rows_of,
+    train_world_model,
+)
 from hamlet.plain.perception import Perception, Told
 from hamlet.plain.policy import Policy
 from hamlet.plain.senses import statistics_of
@@ -95,6 +105,68 @@ def test_a_loses_nothing_where_all_is_told_right():
         assert x.abs().max() < 1e-6, name
     wrong = losses(AllKnowing(lessons, -20.0), lessons, slice(0, 12), beliefs, generator)
     assert wrong["going_on"].min() > 19
+
+
+def test_a_is_judged_on_held_out_lanes_beside_who_knows_nothing():
+    shape, data = counted(12)
+    perception = new_perception(shape, data)
+    data["reward"][:, :3] = 99.0  # of lanes that are not judged
+    out = {k: x[:, 3:] for k, x in data.items()}
+    told = judge_perception(shape, data, perception, AllKnowing(lessons_of(shape, out, perception)))
+    for name in ("next_error", "reward_error", "going_on_loss", "recall_error"):
+        assert told[name] == pytest.approx(0, abs=1e-5), name
+    # The tick goes up by one, which is so many deviations; the other feature stays as it is.
+    deviation = perception.senses.std_of_observation[0].item()
+    assert told["next_error_nothing_changes"] == pytest.approx(deviation**-2 / 2)
+    assert told["reward_error_mean"] == pytest.approx(1.0)  # in units of their own deviation
+    third = 1 / 3  # of the ticks are a life's last
+    by_chance = -third * np.log(third) - (1 - third) * np.log(1 - third)
+    assert told["going_on_loss_mean"] == pytest.approx(by_chance, abs=1e-5)
+    features = lessons_of(shape, out, perception).features
+    assert told["recall_error_mean"] == pytest.approx(features.var((0, 1), correction=0).mean())
+
+
+def test_b_is_judged_beside_the_best_constants():
+    """A model that tells nothing but means is as good as who knows nothing."""
+    change = torch.tensor([[1.0, 2.0], [3.0, -2.0], [2.0, 0.0], [2.0, 4.0]])
+    reward, value = torch.tensor([0.0, 0.0, 0.0, 4.0]), torch.tensor([1.0, 3.0, 9.0, 9.0])
+    rows = Outcomes(
+        torch.zeros(4, 1), torch.zeros(4, 1), torch.zeros(4, dtype=torch.int64), change, reward,
+        torch.tensor([1.0, 1.0, 1.0, 0.0]), value, torch.tensor([True, True, False, False]),
+    )  # fmt: skip
+    means = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
+    model = WorldModel(2, 2, 8, 2, torch.tensor([2.0, 2.0]), *means)
+    for member in model.members:
+        for parameter in member.parameters():
+            torch.nn.init.zeros_(parameter)
+        member.network[-1].bias.data[-2] = np.log(3)  # three of four lives go on
+    told = judge_world_model(model, rows)
+    assert told["change_error_nothing_changes"] == pytest.approx(change.square().mean() / 4)
+    assert told["change_error"] == pytest.approx(told["change_error_nothing_changes"])
+    assert told["reward_error_mean"] == pytest.approx(3.0 / 4)
+    assert told["reward_error"] == pytest.approx(told["reward_error_mean"])
+    assert told["going_on_loss"] == pytest.approx(told["going_on_loss_mean"])
+    assert told["value_error_mean"] == pytest.approx((1 + 1) / 4)  # of what is known
+    assert told["value_error"] == pytest.approx(told["value_error_mean"])
+
+
+def test_the_report_sets_each_module_beside_its_baseline(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = {"nats": 1.25, "nats_commonest": 1.5}
+    write_json(paths.metrics("social"), told)
+    beside = {"reward_error": 0.25, "reward_error_mean": 0.5}
+    still = {"going_on_loss": 0.002, "going_on_loss_mean": 0.0}
+    write_json(paths.metrics("world_model"), beside | still)
+    numbers = {
+        "episodes": 9, "mean_return": 3.0, "mean_return_ci95": [2.0, 4.0], "random_return": 1.0
+    }  # fmt: skip
+    write_report(SimpleNamespace(shape=SimpleNamespace(name="Mine")), numbers)
+    rows = [line for line in paths.REPORT.read_text().splitlines() if line.startswith("| ")]
+    assert rows[2:] == [
+        "| world_model | reward | 0.25 | 0.5 | the mean |",
+        "| world_model | life goes on | 0.002 | | always the same |",
+        "| social | others' next actions, nats | 1.25 | 1.5 | their odds |",
+    ]
 
 
 def test_d_is_told_the_action_before():

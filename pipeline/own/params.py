@@ -38,7 +38,7 @@ class PerceptionParams(Section):
     """Module A."""
 
     hidden: int = Field(default=64, ge=4, description="width of the belief")
-    steps: int = Field(default=300, ge=1, description="gradient steps")
+    steps: int = Field(default=600, ge=1, description="gradient steps")
     chunk: int = Field(default=32, ge=2, description="ticks through which a step goes back")
     learning_rate: float = Field(
         default=2e-3, gt=0, lt=1, description="at first; it falls to a tenth"
@@ -83,9 +83,9 @@ class PolicyParams(Section):
     lam: float = Field(default=0.95, ge=0, le=1, description="lambda of the advantages")
     clip: float = Field(default=0.2, gt=0, lt=1, description="of PPO's ratio")
     entropy: float = Field(default=0.01, ge=0, description="weight of the odds' entropy")
-    max_kl: float = Field(default=0.05, gt=0, description="no further epoch beyond it")
+    max_kl: float = Field(default=0.015, gt=0, description="no further epoch beyond it")
     kept_ticks: int = Field(
-        default=4000, ge=64, description="last ticks, of all worlds, that module C learns from"
+        default=14_000, ge=64, description="last ticks, of all worlds, that B and C learn from"
     )
 
 

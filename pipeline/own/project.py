@@ -24,15 +24,18 @@ STAGES: dict[str, tuple[str, list[str], list[str]]] = {
         ["world.json", "perception.pt", "perception.pt.json"],
         ["perception.pt2", "perception.pt2.json"],
     ),
-    "world_model": (
-        "module B learns what actions lead to, on the frozen A",
-        ["world.json", "dataset.pt", "dataset.pt.json", "perception.pt2", "perception.pt2.json"],
-        ["world_model.pt2", "world_model.pt2.json"],
-    ),
     "policy": (
         "module D learns what to do, on the frozen A",
         ["world.json", "perception.pt2", "perception.pt2.json"],
         ["policy.pt2", "policy.pt2.json", "played.pt", "played.pt.json"],
+    ),
+    "world_model": (
+        "module B learns what actions lead to, from random play and D's, on the frozen A",
+        [
+            "world.json", "dataset.pt", "dataset.pt.json", "perception.pt2", "perception.pt2.json",
+            "played.pt", "played.pt.json",
+        ],
+        ["world_model.pt2", "world_model.pt2.json"],
     ),
     "social": (
         "module C learns what the others do next, from how they play now",
@@ -174,7 +177,7 @@ world:
   kwargs: {{}}
   longest: 10000      # ticks after which an episode is cut
 collect: {{ticks: 4000, lanes: 8}}
-perception: {{hidden: {128 if wide else 64}, steps: 300, chunk: 32, recall: 1.0}}
+perception: {{hidden: {128 if wide else 64}, steps: 600, chunk: 32, recall: 1.0}}
 world_model: {{members: 3, hidden: 128, steps: 600}}
 policy:
   ticks: 28000        # of all worlds together

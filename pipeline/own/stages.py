@@ -15,6 +15,7 @@ from hamlet.artifacts import HamletError, atomic_path, check_card, write_card, w
 from hamlet.export.frozen import freeze, load_frozen, prove_parity
 from hamlet.own import paths
 from hamlet.own.data import (
+    Believed,
     Recorder,
     believe,
     loaded,
@@ -111,21 +112,8 @@ def freeze_perception(s: Running) -> None:
     s.write(parity)
 
 
-def world_model(s: Running) -> None:
-    """Train module B on the frozen A, and freeze it."""
-    data, _ = read_data(paths.DATASET, s.world)
-    perceive, card = loaded(paths.PERCEPTION, s.world)
-    believed = believe(perceive, s.shape, data, card["hidden"])
-    module, numbers = train_world_model(
-        s.shape, data, believed, s.params.world_model, s.params.policy.gamma, s.params.seed, s
-    )
-    names = ["reward", "going_on", "value", "uncertainty"]
-    parity = _frozen_head(s, module, card, names, paths.WORLD_MODEL, "world_model")
-    s.write(numbers | parity)
-
-
 def policy(s: Running) -> None:
-    """Train module D on the frozen A, and freeze it; its last play is kept for C."""
+    """Train module D on the frozen A, and freeze it; its last play is kept for B and C."""
     perceive, card = loaded(paths.PERCEPTION, s.world)
     seeds = training_seeds(s.params.seed, LEARNING)
     lanes = Lanes(s.maker(), s.params.policy.lanes, seeds, s.params.world.longest)
@@ -139,13 +127,45 @@ def policy(s: Running) -> None:
     s.write(learned.numbers | parity)
 
 
+def world_model(s: Running) -> None:
+    """Train module B on the frozen A, with random play and D's, and freeze it."""
+    data, _ = read_data(paths.DATASET, s.world)
+    perceive, card = loaded(paths.PERCEPTION, s.world)
+    collected = (data, believe(perceive, s.shape, data, card["hidden"]))
+    last = read_played(s, card)
+    played = (last, Believed(*(last[name] for name in Believed._fields)))
+    module, numbers = train_world_model(
+        s.shape, collected, played, s.params.world_model, s.params.policy.gamma, s.params.seed, s
+    )
+    names = ["reward", "going_on", "value", "uncertainty"]
+    parity = _frozen_head(s, module, card, names, paths.WORLD_MODEL, "world_model")
+    s.write(numbers | parity)
+
+
+def read_played(s: Running, perception: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """D's play, as `policy` kept it.
+
+    Args:
+        perception: the card of the frozen A.
+
+    Raises:
+        HamletError: it is missing, corrupt or was seen through another A.
+    """
+    data, card = read_data(paths.PLAYED, s.world)
+    if card["upstream"]["perception"] != perception["sha256"]:
+        raise HamletError(
+            f"{paths.PLAYED} was seen through another {paths.PERCEPTION}", "run `dvc repro`"
+        )
+    return data
+
+
 def social(s: Running) -> None:
     """Train module C on the policy's last play, and freeze it: how the others play now.
 
     While they play at random there is nothing to tell of them.
     """
     perceive_card = loaded(paths.PERCEPTION, s.world)[1]
-    data, _ = read_data(paths.PLAYED, s.world)
+    data = read_played(s, perceive_card)
     module, numbers = train_social(s.shape, data, s.params.social, s.params.seed, s)
     names = ["next_action_of_others"]
     parity = _frozen_head(s, Odds(module), perceive_card, names, paths.SOCIAL, "social")
@@ -205,7 +225,7 @@ def stages() -> dict[str, Callable[[Running], None]]:
 
     return {
         "world": world, "collect": collect, "perception": perception,
-        "freeze_perception": freeze_perception, "world_model": world_model, "policy": policy,
+        "freeze_perception": freeze_perception, "policy": policy, "world_model": world_model,
         "social": social, "agent": agent, "evaluate": evaluate, "register": register,
     }  # fmt: skip
 

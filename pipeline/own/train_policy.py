@@ -17,7 +17,7 @@ from hamlet.learning.losses import entropy_of, ppo_policy_loss, weighted_mean
 from hamlet.learning.returns import gae
 from hamlet.learning.update import Update
 from hamlet.modules.categorical import log_prob_of, masked_logits
-from hamlet.own.data import Perceive, fields_of
+from hamlet.own.data import Believed, Perceive, fields_of
 from hamlet.own.params import PolicyParams
 from hamlet.plain.policy import Policy
 from hamlet.worlds.lanes import Lanes, Row
@@ -25,6 +25,10 @@ from hamlet.worlds.lanes import Lanes, Row
 LEAST = 0.1  # deviation of advantages that is made to be 1
 LARGEST = 10.0  # of a scaled reward: the first of a sparse world must not drown all else
 TRAILING = 40  # episodes whose mean return says how good the weights are
+# What is kept of D's play, for B and C: `Believed`, and what was done and what came of it.
+PLAYED = (
+    *Believed._fields, "action", "alive", "reward", "terminated", "truncated",
+)  # fmt: skip
 
 
 class RewardScale:
@@ -80,7 +84,7 @@ class Learned(NamedTuple):
     Attributes:
         policy: the last one, or an earlier one whose trailing return was clearly higher.
         scale: of rewards at the end; values are in its units.
-        played: features, belief, action, alive [T, S, ...] of the last ticks.
+        played: PLAYED [T, S, ...] of the last ticks.
         numbers: of the training.
     """
 
@@ -115,7 +119,7 @@ class Player:
 
     @torch.no_grad()
     def play(self, buffer: RolloutBuffer) -> None:
-        """Fill the buffer. `next_value` of a truncated row is of the last thing that it saw."""
+        """Fill the buffer. What comes next is, of a row that ended, the last thing that it saw."""
         features, belief = self.sense()
         logits, value = self.policy(features, belief)
         while not buffer.full:
@@ -133,25 +137,31 @@ class Player:
             self.belief, self.before = belief, action + 1
             features, belief = self.sense()
             logits, value = self.policy(features, belief)
-            following = value
-            if row.truncated.any():
-                following = torch.where(
-                    torch.from_numpy(row.truncated), self._last_value(row), value
-                )
             buffer.add(
                 record
+                | self._following(row, features, belief, value)
                 | {
-                    "next_value": following,
                     "reward": torch.from_numpy(row.reward).float(),
                     "terminated": torch.from_numpy(row.terminated),
                     "truncated": torch.from_numpy(row.truncated),
                 }
             )
 
-    def _last_value(self, row: Row) -> Tensor:
-        """Values [S] of what was seen last, before any reset."""
+    def _following(
+        self, row: Row, features: Tensor, belief: Tensor, value: Tensor
+    ) -> dict[str, Tensor]:
+        """Features, belief and value [S] after a step and before any reset."""
+        after = {"next_features": features, "next_belief": belief, "next_value": value}
+        ended = torch.from_numpy(row.terminated | row.truncated)
+        if not ended.any():
+            return after
         fields = fields_of(self.lanes.shape, {k: torch.from_numpy(x) for k, x in row.last.items()})
-        return self.policy(*self.perceive(*fields, self.before, self.belief))[1]
+        last = self.perceive(*fields, self.before, self.belief)
+        values = self.policy(*last)[1]
+        return {
+            name: torch.where(ended.view(-1, *[1] * (x.ndim - 1)), y, x)
+            for (name, x), y in zip(after.items(), (*last, values), strict=True)
+        }
 
 
 class Loss:
@@ -233,7 +243,7 @@ def train_policy(
         buffer.reset()
         player.play(buffer)
         assert buffer.data is not None
-        kept.append(buffer.data.select("features", "belief", "action", "alive").clone())
+        kept.append(buffer.data.select(*PLAYED).clone())
         trailing = trailing_of(lanes.returns)
         if trailing is not None and trailing.mean >= best_trailing.mean:
             best, best_trailing, taken = deepcopy(policy), trailing, step
@@ -259,5 +269,4 @@ def train_policy(
 
 
 def _joined(kept: deque[TensorDict]) -> dict[str, Tensor]:
-    names = ("features", "belief", "action", "alive")
-    return {name: torch.cat([part[name] for part in kept]) for name in names}
+    return {name: torch.cat([part[name] for part in kept]) for name in PLAYED}

@@ -19,6 +19,9 @@ from hamlet.own.train_perception import reward_scale
 from hamlet.plain.world_model import WorldModel
 from hamlet.worlds.contract import WorldShape
 
+Experience = tuple[Mapping[str, Tensor], Believed]
+"""action, alive, reward, terminated, truncated [T, S], and what A makes of what was seen."""
+
 
 class Outcomes(NamedTuple):
     """Rows [R] of experience: what was known, what was done, what came of it.
@@ -39,8 +42,12 @@ class Outcomes(NamedTuple):
     known: Tensor
 
 
-def outcomes_of(data: Mapping[str, Tensor], believed: Believed, gamma: float) -> Outcomes:
-    """The rows of whoever is alive, of experience [T, S]."""
+def outcomes_of(
+    data: Mapping[str, Tensor], believed: Believed, gamma: float, lanes: Tensor
+) -> Outcomes:
+    """The rows of whoever is alive, of some lanes bool [S] of experience [T, S]."""
+    data = {k: data[k][:, lanes] for k in ("action", "alive", "reward", "terminated", "truncated")}
+    believed = Believed(*(x[:, lanes] for x in believed))
     ended = data["terminated"] | data["truncated"]
     value = discounted(data["reward"], ended, gamma, torch.zeros_like(data["reward"][0]))
     # Known where an end follows in the record.
@@ -69,25 +76,37 @@ def errors(model: WorldModel, rows: Outcomes) -> dict[str, Tensor]:
     }
 
 
+def rows_of(
+    shape: WorldShape, collected: Experience, played: Experience, gamma: float, judged: bool
+) -> Outcomes:
+    """Rows of both, of the lanes that are held out (`judged`) or of all others.
+
+    Returns are those of D's play: what follows after random play says nothing of the agent's life.
+    """
+    parts = []
+    for data, believed in (collected, played):
+        out = held_out(shape, data["action"].shape[1])
+        parts.append(outcomes_of(data, believed, gamma, out if judged else ~out))
+    parts[0] = parts[0]._replace(known=torch.zeros_like(parts[0].known))
+    return Outcomes(*(torch.cat(x) for x in zip(*parts, strict=True)))
+
+
 def train_world_model(
     shape: WorldShape,
-    data: Mapping[str, Tensor],
-    believed: Believed,
+    collected: Experience,
+    played: Experience,
     params: WorldModelParams,
     gamma: float,
     seed: int,
     log: Log,
 ) -> tuple[WorldModel, dict[str, float]]:
-    """A new world model, and its errors on the held-out lanes beside the trivial ones."""
+    """A new world model, and its errors on the held-out lanes beside the trivial ones.
+
+    Args:
+        collected: random play, which tries every action; played: D's, which is where rewards are.
+    """
     torch.manual_seed(seed)
-    out = held_out(shape, data["action"].shape[1])
-    rows, judged = (
-        outcomes_of(
-            {k: x[:, part] for k, x in data.items()}, Believed(*(x[:, part] for x in believed)),
-            gamma,
-        )
-        for part in (~out, out)
-    )  # fmt: skip
+    rows, judged = (rows_of(shape, collected, played, gamma, part) for part in (False, True))
     spread = rows.change.std(0, correction=0)
     value = rows.value[rows.known] if rows.known.any() else rows.value
     model = WorldModel(

@@ -62,8 +62,7 @@ def test_a_truncated_life_is_worth_what_it_saw_last_a_terminated_one_nothing(end
     buffer = RolloutBuffer(4)
     player.play(buffer)
     assert buffer.data["value"][:, 0].tolist() == [0, 1, 2, 0]
-    following = 3.0 if ends == "truncated" else 0.0  # of the last thing seen; else of the new life
-    assert buffer.data["next_value"][:, 0].tolist() == [1, 2, following, 1]
+    assert buffer.data["next_value"][:, 0].tolist() == [1, 2, 3, 1]  # never of the new life
     with_advantages(buffer.data, 1.0, 0.9, 0.95)
     bootstrap = 0.9 * 3.0 if ends == "truncated" else 0.0
     assert buffer.data["target"][2, 0].item() == pytest.approx(3.0 + bootstrap)

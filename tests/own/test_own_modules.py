@@ -11,13 +11,23 @@ import torch
 from own_worlds import Counting, Plain
 from tensordict import TensorDict
 
+from hamlet.artifacts import write_json
 from hamlet.learning.buffer import RolloutBuffer
+from hamlet.own import paths
 from hamlet.own.data import Recorder, believe
+from hamlet.own.evaluating import write_report
 from hamlet.own.params import PolicyParams, SocialParams, WorldModelParams
-from hamlet.own.train_perception import lessons_of, losses, unroll
-from hamlet.own.train_policy import Loss, Player
+from hamlet.own.train_perception import judge_perception, lessons_of, losses, unroll
+from hamlet.own.train_policy import PLAYED, Loss, Player, train_policy
 from hamlet.own.train_social import train_social
-from hamlet.own.train_world_model import errors, outcomes_of, train_world_model
+from hamlet.own.train_world_model import (
+    Outcomes,
+    errors,
+    judge_world_model,
+    outcomes_of,
+    rows_of,
+    train_world_model,
+)
 from hamlet.plain.perception import Perception, Told
 from hamlet.plain.policy import Policy
 from hamlet.plain.senses import statistics_of
@@ -97,11 +107,74 @@ def test_a_loses_nothing_where_all_is_told_right():
     assert wrong["going_on"].min() > 19
 
 
+def test_a_is_judged_on_held_out_lanes_beside_who_knows_nothing():
+    shape, data = counted(12)
+    perception = new_perception(shape, data)
+    data["reward"][:, :3] = 99.0  # of lanes that are not judged
+    out = {k: x[:, 3:] for k, x in data.items()}
+    told = judge_perception(shape, data, perception, AllKnowing(lessons_of(shape, out, perception)))
+    for name in ("next_error", "reward_error", "going_on_loss", "recall_error"):
+        assert told[name] == pytest.approx(0, abs=1e-5), name
+    # The tick goes up by one, which is so many deviations; the other feature stays as it is.
+    deviation = perception.senses.std_of_observation[0].item()
+    assert told["next_error_nothing_changes"] == pytest.approx(deviation**-2 / 2)
+    assert told["reward_error_mean"] == pytest.approx(1.0)  # in units of their own deviation
+    third = 1 / 3  # of the ticks are a life's last
+    by_chance = -third * np.log(third) - (1 - third) * np.log(1 - third)
+    assert told["going_on_loss_mean"] == pytest.approx(by_chance, abs=1e-5)
+    features = lessons_of(shape, out, perception).features
+    assert told["recall_error_mean"] == pytest.approx(features.var((0, 1), correction=0).mean())
+
+
+def test_b_is_judged_beside_the_best_constants():
+    """A model that tells nothing but means is as good as who knows nothing."""
+    change = torch.tensor([[1.0, 2.0], [3.0, -2.0], [2.0, 0.0], [2.0, 4.0]])
+    reward, value = torch.tensor([0.0, 0.0, 0.0, 4.0]), torch.tensor([1.0, 3.0, 9.0, 9.0])
+    rows = Outcomes(
+        torch.zeros(4, 1), torch.zeros(4, 1), torch.zeros(4, dtype=torch.int64), change, reward,
+        torch.tensor([1.0, 1.0, 1.0, 0.0]), value, torch.tensor([True, True, False, False]),
+    )  # fmt: skip
+    means = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
+    model = WorldModel(2, 2, 8, 2, torch.tensor([2.0, 2.0]), *means)
+    for member in model.members:
+        for parameter in member.parameters():
+            torch.nn.init.zeros_(parameter)
+        member.network[-1].bias.data[-2] = np.log(3)  # three of four lives go on
+    told = judge_world_model(model, rows)
+    assert told["change_error_nothing_changes"] == pytest.approx(change.square().mean() / 4)
+    assert told["change_error"] == pytest.approx(told["change_error_nothing_changes"])
+    assert told["reward_error_mean"] == pytest.approx(3.0 / 4)
+    assert told["reward_error"] == pytest.approx(told["reward_error_mean"])
+    assert told["going_on_loss"] == pytest.approx(told["going_on_loss_mean"])
+    assert told["value_error_mean"] == pytest.approx((1 + 1) / 4)  # of what is known
+    assert told["value_error"] == pytest.approx(told["value_error_mean"])
+
+
+def test_the_report_sets_each_module_beside_its_baseline(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = {"nats": 1.25, "nats_commonest": 1.5}
+    write_json(paths.metrics("social"), told)
+    beside = {"reward_error": 0.25, "reward_error_mean": 0.5}
+    still = {"going_on_loss": 0.002, "going_on_loss_mean": 0.0}
+    write_json(paths.metrics("world_model"), beside | still)
+    numbers = {
+        "episodes": 9, "mean_return": 3.0, "mean_return_ci95": [2.0, 4.0], "random_return": 1.0
+    }  # fmt: skip
+    write_report(SimpleNamespace(shape=SimpleNamespace(name="Mine")), numbers)
+    rows = [line for line in paths.REPORT.read_text().splitlines() if line.startswith("| ")]
+    assert rows[2:] == [
+        "| world_model | reward | 0.25 | 0.5 | the mean |",
+        "| world_model | life goes on | 0.002 | | always the same |",
+        "| social | others' next actions, nats | 1.25 | 1.5 | their odds |",
+    ]
+
+
 def test_d_is_told_the_action_before():
     told = []
 
     def perceive(observation, before, belief):
-        told.append(before)
+        if observation[0, 0] < 4:  # the fourth is the last of a life, no action follows
+            told.append(before)
         return observation[:, :1], belief
 
     lanes = Lanes(lambda: GymnasiumWorld(Counting(4), "counting"), 2, count(), 1000)
@@ -141,7 +214,8 @@ def test_b_tells_reward_end_and_return_of_every_action(ends):
     shape, data = counted(60, 3, ends)
     believed = believe(by_tick, shape, data, 1)
     params = WorldModelParams(members=2, hidden=32, steps=500, batch=64, learning_rate=5e-3)
-    model, report = train_world_model(shape, data, believed, params, 0.9, 0, Plain())
+    both = (data, believed), (data, believed)
+    model, report = train_world_model(shape, *both, params, 0.9, 0, Plain())
     with torch.no_grad():
         seen = torch.tensor([[0.0], [1 / 3], [2 / 3]])
         reward, going_on, value, uncertainty = model(seen, torch.zeros(3, 1))
@@ -164,8 +238,8 @@ def test_b_tells_of_each_action_its_own_reward():
     shape, data = counted(60)
     data["reward"] = data["action"].float()
     params = WorldModelParams(members=2, hidden=32, steps=300, batch=64, learning_rate=5e-3)
-    believed = believe(by_tick, shape, data, 1)
-    model, _ = train_world_model(shape, data, believed, params, 0.9, 0, Plain())
+    both = [(data, believe(by_tick, shape, data, 1))] * 2
+    model, _ = train_world_model(shape, *both, params, 0.9, 0, Plain())
     with torch.no_grad():
         reward = model(torch.tensor([[0.0], [1 / 3]]), torch.zeros(2, 1))[0]
     expected = torch.arange(3.0).expand(2, 3)
@@ -174,7 +248,8 @@ def test_b_tells_of_each_action_its_own_reward():
 
 def test_b_learns_what_comes_after_and_no_return_that_the_record_does_not_reach():
     shape, data = counted(5)  # a life of three ticks, and two ticks of the next
-    rows = outcomes_of(data, believe(by_tick, shape, data, 1), 0.9)
+    everyone = torch.ones(4, dtype=torch.bool)
+    rows = outcomes_of(data, believe(by_tick, shape, data, 1), 0.9, everyone)
     torch.testing.assert_close(rows.change[:, 0], torch.full((20,), 1 / 3))
     assert rows.known.unflatten(0, (5, 4))[:, 0].tolist() == [True, True, True, False, False]
     unit = torch.tensor([0.0, 1.0])
@@ -182,6 +257,39 @@ def test_b_learns_what_comes_after_and_no_return_that_the_record_does_not_reach(
     told = errors(model, rows)["value"]
     assert (told[:, ~rows.known] == 0).all()
     assert (told[:, rows.known] > 0).all()
+
+
+def test_b_learns_from_both_plays_and_returns_from_ds_only():
+    shape, random = counted(6)
+    _, own = counted(3)
+    collected, played = ((data, believe(by_tick, shape, data, 1)) for data in (random, own))
+    rows = rows_of(shape, collected, played, 0.9, judged=False)
+    # Three of four lanes; each life of three ticks ends within the record.
+    assert len(rows.action) == 3 * 6 + 3 * 3
+    assert rows.known.tolist() == [False] * 18 + [True] * 9
+    judged = rows_of(shape, collected, played, 0.9, judged=True)
+    assert len(judged.action) == 6 + 3
+    assert judged.reward.tolist() == [1, 2, 3, 1, 2, 3, 1, 2, 3]
+
+
+def test_ds_play_is_kept_as_a_frozen_a_would_see_it():
+    """What follows a row is the last thing seen in that life, ended either way."""
+    for ends in ("terminated", "truncated"):
+        lanes = Lanes(lambda: GymnasiumWorld(Counting(3, ends), "counting"), 2, count(), 1000)  # noqa: B023
+        params = PolicyParams(ticks=16, lanes=2, rollout=8, minibatch=8, epochs=1)
+        data = train_policy(lanes, counting_belief, (1, 1), params, 0, Plain()).played
+        assert set(data) == set(PLAYED)
+        assert data["features"][:4, 0, 0].tolist() == [0, 1, 2, 0]
+        assert data["next_features"][:4, 0, 0].tolist() == [1, 2, 3, 1]
+        assert data["belief"][:4, 0, 0].tolist() == [1, 2, 3, 1]
+        assert data["next_belief"][:4, 0, 0].tolist() == [2, 3, 4, 2]
+        assert data[ends][:4, 0].tolist() == [False, False, True, False]
+        assert data["reward"][:4, 0].tolist() == [1, 2, 3, 1]
+
+
+def counting_belief(observation, before, belief):
+    """The counter's tick, and a belief that counts its own ticks."""
+    return observation[:, :1], belief + 1
 
 
 def test_c_tells_each_of_the_others_from_what_it_sees():

@@ -1,0 +1,173 @@
+"""The benchmark of own worlds: what it counts, how it scores, what it keeps."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+from own_worlds import Counting
+
+from benchmarks import own_worlds as bench
+from benchmarks.own_worlds_made import cartpole, late_sign
+from hamlet.artifacts import read_json
+from hamlet.own.evaluating import play_cases
+from hamlet.plain.senses import Senses
+from hamlet.worlds.gymnasium_world import GymnasiumWorld
+from hamlet.worlds.lanes import Lanes
+
+
+def cell(world, player, seed, *returns):
+    return {
+        "world": world, "player": player, "seed": seed, "returns": list(returns),
+        "all_together": list(returns), "ticks": bench.TICKS, "cpu_seconds": 1.0,
+    }  # fmt: skip
+
+
+def cells_of(*cells):
+    return {bench.key(x["world"], x["player"], x["seed"]): x for x in cells}
+
+
+def test_scores_are_from_random_play_to_the_best_known():
+    cells = cells_of(
+        cell("cartpole", "random", 0, 20.0), cell("cartpole", "hamlet", 0, 500.0),
+        cell("cartpole", "hamlet", 1, 260.0), cell("cartpole", "sb3_ppo", 0, 8.0),
+        cell("t_maze", "random", 0, 100.0),
+    )  # fmt: skip
+    scores = bench.normalised(cells, "cartpole")
+    assert scores["hamlet"] == {0: 1.0, 1: 0.5}
+    assert scores["sb3_ppo"][0] == pytest.approx(-0.025)
+    assert scores["random"] == {0: 0.0}
+
+
+def test_sides_are_scored_apart_by_the_best_of_the_table():
+    cells = cells_of(
+        cell("tag", "random", 0, 4.0, -16.0), cell("tag", "hamlet", 0, 14.0, -8.0),
+        cell("tag", "sb3_ppo", 0, 9.0, 0.0),
+    )  # fmt: skip
+    scores = bench.normalised(cells, "tag")
+    assert scores["hamlet"][0] == pytest.approx((1.0 + 0.5) / 2)
+    assert scores["sb3_ppo"][0] == pytest.approx((0.5 + 1.0) / 2)
+
+
+@pytest.mark.parametrize(
+    ("ours", "ppo", "recurrent", "hidden", "told"),
+    [
+        ([0.9, 0.9], [0.5], [0.94], True, []),
+        ([0.9, 0.9], [0.5], [0.96], True, ["0.060 below sb3_recurrent_ppo"]),
+        ([0.9, -0.1], [0.1], [0.1], True, ["seed 1 is below random"]),
+        ([0.5, 0.5], [0.45], [0.3], True, ["not 0.1 above"]),
+        ([0.5, 0.5], [0.45], [0.3], False, []),
+    ],
+)
+def test_the_gate_is_the_mean_against_each_and_every_seed_against_random(
+    ours, ppo, recurrent, hidden, told
+):
+    given = {"hamlet": ours, "sb3_ppo": ppo, "sb3_recurrent_ppo": recurrent}
+    scores = {name: dict(enumerate(values)) for name, values in given.items()}
+    wrong = bench.verdict(scores, hidden)
+    assert len(wrong) == len(told)
+    assert all(part in reason for part, reason in zip(told, wrong, strict=True))
+    missing = bench.verdict({"hamlet": {0: 1.0}}, hidden)
+    assert sum("has not run" in reason for reason in missing) == 2
+
+
+def test_finished_cells_are_kept_and_not_run_again(tmp_path):
+    path, ran = tmp_path / "cells.json", []
+
+    def run(one):
+        if len(ran) == 2:
+            raise KeyboardInterrupt
+        ran.append(one)
+        return cell(*one, float(len(ran)))
+
+    cells = bench.wanted(["cartpole"], ["hamlet"], [0, 1])
+    assert cells == [
+        ("cartpole", "random", 0), ("cartpole", "hamlet", 0), ("cartpole", "hamlet", 1)
+    ]  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        bench.run_all(path, cells, False, run)
+    assert list(read_json(path)["cells"]) == ["cartpole/hamlet/0", "cartpole/random/0"]
+    ran.clear()
+    found = bench.run_all(path, cells, False, run)
+    assert ran == [("cartpole", "hamlet", 1)]
+    assert len(found["cells"]) == 3
+    ran.clear()
+    bench.run_all(path, cells[:1], True, run)
+    assert ran == cells[:1]
+    assert len(read_json(path)["cells"]) == 3
+
+
+def test_everyone_gets_the_same_ticks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    params = bench.project("t_maze", 3)
+    lanes, policy = params.collect.lanes, params.policy
+    rollout = policy.rollout * policy.lanes
+    assert params.seed == 3
+    assert params.collect.ticks // lanes * lanes == bench.RANDOM_TICKS
+    assert bench.RANDOM_TICKS + policy.ticks // rollout * rollout == bench.TICKS
+    peers = pytest.importorskip("benchmarks.own_worlds_peers")
+    steps = {"sb3_ppo": 2048, "sb3_recurrent_ppo": 128}  # their defaults
+    for name, worlds in peers.WORLDS.items():
+        assert bench.TICKS % (steps[name] * worlds) == 0
+
+
+@pytest.mark.parametrize("ends", ["terminated", "truncated"])
+def test_a_peer_is_told_the_last_observation_and_how_a_life_ended(ends):
+    peers = pytest.importorskip("benchmarks.own_worlds_peers")
+    lanes = Lanes(lambda: GymnasiumWorld(Counting(3, ends), "counting"), 2, count(), 1000)
+    unit = {"observation": {"mean": torch.zeros(2), "std": torch.ones(2)}}
+    env = peers.SensedLanes(lanes, Senses(lanes.shape, unit))
+    assert env.reset()[:, 0].tolist() == [0, 0]
+    for _ in range(2):
+        seen, _, ended, infos = env.step(np.zeros(2, int))
+        assert not ended.any()
+        assert infos == [{}, {}]
+    seen, reward, ended, infos = env.step(np.zeros(2, int))
+    assert ended.all()
+    assert reward.tolist() == [3, 3]
+    assert seen[:, 0].tolist() == [0, 0]
+    assert infos[1]["terminal_observation"][0] == 3
+    assert infos[1]["TimeLimit.truncated"] == (ends == "truncated")
+    assert env.ticks == 6  # three of each of two worlds
+
+
+class Always:
+    """Takes one action in every slot."""
+
+    def __init__(self, action):
+        self.action = action
+
+    def act(self, now, cases):
+        return np.full(len(now.alive), self.action)
+
+
+def test_beside_random_play_a_player_acts_in_its_own_slots_only():
+    lanes = Lanes(lambda: GymnasiumWorld(Counting(3), "counting"), 6, count(), 1000)
+    mixed = bench.Beside(Always(2), (0, 2), agents=3)  # six slots as two worlds of three
+    acts = np.stack([mixed.act(lanes.now, np.zeros(6, int)) for _ in range(40)])
+    assert (acts[:, [0, 2, 3, 5]] == 2).all()
+    assert set(acts[:, [1, 4]].flatten()) == {0, 1, 2}
+
+
+def test_the_late_sign_is_shown_once_and_never_at_first():
+    shown = []
+    for seed in range(30):
+        world = late_sign()
+        seen = [world.reset(seed=seed)[0]]
+        seen += [world.step(1)[0] for _ in range(8)]
+        signs = [x[0] for x in seen]
+        assert [x for x in signs if x] == [world.unwrapped.side]
+        shown.append(int(np.flatnonzero(signs)[0]))
+        reward = world.step(3)[1]
+        assert reward == (1.0 if world.unwrapped.side == 1 else -0.6)
+    assert set(shown) == {2, 3, 4, 5}
+
+
+def test_cartpole_shows_no_velocity():
+    env = cartpole()
+    seen, _ = env.reset(seed=0)
+    assert seen.tolist() == env.unwrapped.state[[0, 2]].astype(np.float32).tolist()
+    returns, _ = play_cases(lambda: GymnasiumWorld(cartpole(), "cartpole"), Always(1), 2, 2, 100)
+    assert (returns < 15).all()

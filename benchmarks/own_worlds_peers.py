@@ -9,6 +9,8 @@ by the running deviation of discounted returns, as ours are (VecNormalize). Need
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -166,7 +168,9 @@ def train_feed_forward(
         return senses(*fields), belief
 
     side = lanes(params.lanes)
-    learned = train_policy(side, perceive, (senses.width, 0), params, seed, Quiet())
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "checkpoint.pt"
+        learned = train_policy(side, perceive, (senses.width, 0), params, seed, file, Quiet())
     side.close()
     return FeedForward(learned.policy, senses), int(learned.numbers["ticks"])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 ARTIFACTS = Path("artifacts")
+CHECKPOINTS = Path("checkpoints")
 WORLD = ARTIFACTS / "world.json"
 DATASET = ARTIFACTS / "dataset.pt"
 PERCEPTION_WEIGHTS = ARTIFACTS / "perception.pt"

@@ -119,7 +119,17 @@ DVC_CONFIG = """\
     check_update = false
     no_scm = true
 """
-IGNORED = "/artifacts/\n/mlflow.db*\n/mlartifacts/\n/.dvc/cache/\n/.dvc/tmp/\n__pycache__/\n*.tmp\n"
+IGNORED = """\
+/artifacts/
+/checkpoints/
+/mlflow.db*
+/mlartifacts/
+/.dvc/cache/
+/.dvc/tmp/
+__pycache__/
+*.tmp
+"""
+IGNORED_BY_DVC = ".git\ncheckpoints\nmlflow.db*\nmlartifacts\n__pycache__\n*.tmp\n"
 README = """\
 # {title}
 
@@ -246,7 +256,9 @@ def write_project(folder: Path, source: str, shape: WorldShape, facts: list[str]
         (fresh / ".dvc").mkdir()
         (fresh / ".dvc" / "config").write_text(DVC_CONFIG, encoding="utf-8")
         (fresh / ".gitignore").write_text(IGNORED, encoding="utf-8")
-        (fresh / ".dvcignore").write_text(".git\nmlflow.db*\nmlartifacts\n__pycache__\n*.tmp\n")
+        (fresh / ".dvcignore").write_text(
+            ".git\ncheckpoints\nmlflow.db*\nmlartifacts\n__pycache__\n*.tmp\n"
+        )
         (fresh / "world.py").write_text(text, encoding="utf-8")
         for file in own:
             shutil.copyfile(file, fresh / file.name)

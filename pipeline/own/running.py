@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
 from hamlet.artifacts import (
@@ -33,6 +35,7 @@ from hamlet.worlds.lanes import maker
 from hamlet.worlds.opening import open_world
 
 TOLD_SECONDS = 10.0
+CURVE = "curve.json"  # beside a checkpoint
 CODE = ("worlds", "plain", "own", "learning", "export")
 PACKAGES = ("hamlet", "torch", "gymnasium", "pettingzoo", "minigrid", "mpe2", "ale-py")
 
@@ -50,6 +53,7 @@ class Running:
         self.rows: list[dict[str, float]] = []
         self._shape: WorldShape | None = None
         self._every = 1
+        self._kept: Path | None = None
 
     # -- The world
 
@@ -70,11 +74,41 @@ class Running:
         given = self.params.world
         return maker(lambda: open_world(given.make, given.kwargs), self.shape)
 
+    # -- What an interrupted training goes on from
+
+    def checkpoint(self, params: BaseModel, *made_from: str) -> Path:
+        """The file of this training's checkpoint; what is there is of the same work, stopped.
+
+        Args:
+            params: the stage's section of params.yaml.
+            made_from: hashes of what it is trained on. That of the world is added.
+        """
+        work = [params.model_dump(mode="json"), self.params.seed, self.world, *made_from]
+        self._kept = paths.CHECKPOINTS / f"{self.name}-{sha256_json(work)[:16]}"
+        self._kept.mkdir(parents=True, exist_ok=True)
+        return self._kept / "checkpoint.pt"
+
+    def forget(self) -> None:
+        """The stage has done its work: nothing need go on."""
+        if self._kept:
+            shutil.rmtree(self._kept, ignore_errors=True)
+
+    def tell_what_is_kept(self) -> None:
+        if self._kept and (self._kept / "checkpoint.pt").exists():
+            print(
+                f"{self.name} was interrupted: {self._kept} is kept, `dvc repro` goes on from it",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+
     # -- `hamlet.learning.log.Log`
 
     def steps(self, total: int, start: int) -> Iterable[int]:
         """See `Log`; tells every 10 seconds how far it is."""
         self._every = max(1, total // 100)
+        if start:
+            print(f"{self.name} goes on from step {start} of {total}", flush=True)
+            if self._kept and (self._kept / CURVE).exists():
+                self.rows = [row for row in read_json(self._kept / CURVE) if row["step"] < start]
         began = told = time.monotonic()
         for step in range(start, total):
             yield step
@@ -96,6 +130,8 @@ class Running:
         known = {name: x for name, x in values.items() if np.isfinite(x)}
         self.run.metrics(known, step)
         self.rows.append({"step": step, **values})
+        if self._kept:
+            write_json(self._kept / CURVE, self.rows)
 
     # -- What is left behind
 
@@ -125,7 +161,13 @@ def running(name: str) -> Iterator[Running]:
     torch.use_deterministic_algorithms(True)
     set_precision()
     with stage_run(name, params) as run:
-        yield Running(name, params, run)
+        s = Running(name, params, run)
+        try:
+            yield s
+        except KeyboardInterrupt:
+            s.tell_what_is_kept()
+            raise
+        s.forget()
 
 
 # ------------------------------------------------------------------------------------------------

@@ -72,7 +72,8 @@ def collect(s: Running) -> None:
 def perception(s: Running) -> None:
     """Train module A."""
     data, card = read_data(paths.DATASET, s.world)
-    module, heads = train_perception(s.shape, data, s.params.perception, s.params.seed, s)
+    file = s.checkpoint(s.params.perception, card["sha256"])
+    module, heads = train_perception(s.shape, data, s.params.perception, s.params.seed, file, s)
     with atomic_path(paths.PERCEPTION_WEIGHTS) as temporary:
         torch.save(module.state_dict(), temporary)
     write_card(
@@ -118,7 +119,8 @@ def policy(s: Running) -> None:
     seeds = training_seeds(s.params.seed, LEARNING)
     lanes = Lanes(s.maker(), s.params.policy.lanes, seeds, s.params.world.longest)
     sizes = (card["features"], card["hidden"])
-    learned = train_policy(lanes, perceive, sizes, s.params.policy, s.params.seed, s)
+    file = s.checkpoint(s.params.policy, card["sha256"])
+    learned = train_policy(lanes, perceive, sizes, s.params.policy, s.params.seed, file, s)
     lanes.close()
     write_data(paths.PLAYED, learned.played, s.world, {"perception": card["sha256"]})
     extra = {"value_scale": learned.scale}
@@ -134,8 +136,14 @@ def world_model(s: Running) -> None:
     collected = (data, believe(perceive, s.shape, data, card["hidden"]))
     last = read_played(s, card)
     played = (last, Believed(*(last[name] for name in Believed._fields)))
+    gamma = s.params.policy.gamma
+    file = s.checkpoint(
+        s.params.world_model,
+        str(gamma),
+        *(check_card(p)["sha256"] for p in (paths.DATASET, paths.PLAYED)),
+    )
     module, numbers = train_world_model(
-        s.shape, collected, played, s.params.world_model, s.params.policy.gamma, s.params.seed, s
+        s.shape, collected, played, s.params.world_model, gamma, s.params.seed, file, s
     )
     names = ["reward", "going_on", "value", "uncertainty"]
     parity = _frozen_head(s, module, card, names, paths.WORLD_MODEL, "world_model")
@@ -166,7 +174,8 @@ def social(s: Running) -> None:
     """
     perceive_card = loaded(paths.PERCEPTION, s.world)[1]
     data = read_played(s, perceive_card)
-    module, numbers = train_social(s.shape, data, s.params.social, s.params.seed, s)
+    file = s.checkpoint(s.params.social, check_card(paths.PLAYED)["sha256"])
+    module, numbers = train_social(s.shape, data, s.params.social, s.params.seed, file, s)
     names = ["next_action_of_others"]
     parity = _frozen_head(s, Odds(module), perceive_card, names, paths.SOCIAL, "social")
     s.write(numbers | parity)

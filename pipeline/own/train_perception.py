@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hamlet.learning.checkpoint import Checkpoint
 from hamlet.learning.log import Log
 from hamlet.learning.losses import weighted_mean
 from hamlet.learning.update import Update
@@ -124,7 +126,12 @@ def losses(
 
 
 def train_perception(
-    shape: WorldShape, data: Mapping[str, Tensor], params: PerceptionParams, seed: int, log: Log
+    shape: WorldShape,
+    data: Mapping[str, Tensor],
+    params: PerceptionParams,
+    seed: int,
+    checkpoint: Path,
+    log: Log,
 ) -> tuple[Perception, Heads]:
     """A new perception, trained on the lanes that are not held out."""
     torch.manual_seed(seed)
@@ -150,7 +157,14 @@ def train_perception(
 
     parameters = [*perception.parameters(), *heads.parameters()]
     update = Update(loss, parameters, learning_rate=params.learning_rate)
-    for step in log.steps(params.steps, 0):
+    saved = Checkpoint(
+        checkpoint,
+        {"module": perception, "heads": heads, "update": update, "generator": generator},
+    )
+    start, extra = saved.load()
+    if start:
+        carried, at = extra["carried"], slice(0, extra["stop"])
+    for step in log.steps(params.steps, start):
         begin = 0 if at.stop >= ticks else at.stop
         if begin == 0:
             carried = torch.zeros(slots, params.hidden)
@@ -158,6 +172,7 @@ def train_perception(
         done = step / params.steps
         update.set_learning_rate(params.learning_rate * (1 - (1 - LEAST_RATE) * done))
         log.record(step, update(lessons.weight[at]))
+        saved.save(step + 1, {"carried": carried, "stop": at.stop})
     return perception.eval(), heads.eval()
 
 

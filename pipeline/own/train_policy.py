@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from copy import deepcopy
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from hamlet.learning.buffer import RolloutBuffer
+from hamlet.learning.checkpoint import Checkpoint
 from hamlet.learning.log import Log
 from hamlet.learning.losses import entropy_of, ppo_policy_loss, weighted_mean
 from hamlet.learning.returns import gae
@@ -52,6 +55,13 @@ class RewardScale:
             self.mean += delta / self.count
             self.squares += delta * (x - self.mean)
         self.sums[ended | ~acted] = 0.0
+
+    def state(self) -> list[float]:
+        """Plain data: what `load` takes. Discounted sums of lives under way are left out."""
+        return [float(x) for x in (self.count, self.mean, self.squares)]
+
+    def load(self, state: list[float]) -> None:
+        self.count, self.mean, self.squares = state
 
     @property
     def value(self) -> float:
@@ -218,9 +228,11 @@ def train_policy(
     sizes: tuple[int, int],
     params: PolicyParams,
     seed: int,
+    checkpoint: Path,
     log: Log,
 ) -> Learned:
-    """PPO in `lanes`.
+    """PPO in `lanes`. A training that was interrupted goes on with the weights that it had, in
+    episodes that begin anew.
 
     Args:
         sizes: widths of features and belief.
@@ -238,7 +250,21 @@ def train_policy(
     shuffles = torch.Generator().manual_seed(seed)
     kept: deque[TensorDict] = deque(maxlen=max(1, params.kept_ticks // (params.rollout * count)))
     best, best_trailing, taken, trailing = deepcopy(policy), Trailing(-np.inf, 0.0), 0, None
-    for step in log.steps(updates, 0):
+    saved = Checkpoint(
+        checkpoint,
+        {
+            "policy": policy, "best": best, "update": update, "actions": player.generator,
+            "shuffles": shuffles,
+        },
+    )  # fmt: skip
+    start, extra = saved.load()
+    if start:
+        lanes.go_on(extra["lanes"])
+        player.scale.load(extra["scale"])
+        best_trailing, taken = Trailing(*extra["best_trailing"]), extra["taken"]
+        kept.extend(TensorDict(part, batch_size=part["alive"].shape) for part in extra["kept"])
+        trailing = trailing_of(lanes.returns)
+    for step in log.steps(updates, start):
         update.set_learning_rate(params.learning_rate * (1 - step / updates))
         buffer.reset()
         player.play(buffer)
@@ -246,7 +272,8 @@ def train_policy(
         kept.append(buffer.data.select(*PLAYED).clone())
         trailing = trailing_of(lanes.returns)
         if trailing is not None and trailing.mean >= best_trailing.mean:
-            best, best_trailing, taken = deepcopy(policy), trailing, step
+            best.load_state_dict(policy.state_dict())
+            best_trailing, taken = trailing, step
         with_advantages(buffer.data, player.scale.value, params.gamma, params.lam)
         told: dict[str, Tensor] = {}
         for _ in range(params.epochs):
@@ -258,6 +285,11 @@ def train_policy(
                 break
         mean = torch.tensor(trailing.mean if trailing else float("nan"))
         log.record(step, {"trailing_return": mean, **told})
+        if time.monotonic() - saved.last >= saved.interval:  # what is kept takes time to gather
+            saved.save(step + 1, {
+                "lanes": lanes.state(), "scale": player.scale.state(), "taken": taken,
+                "best_trailing": [float(x) for x in best_trailing], "kept": [part.to_dict() for part in kept],
+            })  # fmt: skip
     if trailing is None or not best_trailing.clearly_above(trailing):
         best, best_trailing, taken = policy, trailing or Trailing(float("nan"), 0.0), updates
     numbers = {

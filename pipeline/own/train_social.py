@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from hamlet.learning.checkpoint import Checkpoint
 from hamlet.learning.log import Log
 from hamlet.learning.losses import weighted_mean
 from hamlet.learning.update import Update
@@ -26,7 +28,12 @@ def others_of(x: Tensor, agents: int) -> Tensor:
 
 
 def train_social(
-    shape: WorldShape, data: Mapping[str, Tensor], params: SocialParams, seed: int, log: Log
+    shape: WorldShape,
+    data: Mapping[str, Tensor],
+    params: SocialParams,
+    seed: int,
+    checkpoint: Path,
+    log: Log,
 ) -> tuple[Social, dict[str, float]]:
     """A new module C, and how well it tells held-out lanes' next actions.
 
@@ -55,10 +62,12 @@ def train_social(
 
     update = Update(loss, model.parameters(), learning_rate=params.learning_rate)
     generator = torch.Generator().manual_seed(seed)
-    for step in log.steps(params.steps, 0):
+    saved = Checkpoint(checkpoint, {"model": model, "update": update, "generator": generator})
+    for step in log.steps(params.steps, saved.load()[0]):
         update.set_learning_rate(params.learning_rate * (1 - 0.9 * step / params.steps))
         chosen = torch.randint(len(own["does"]), (params.batch,), generator=generator)
         log.record(step, update(chosen))
+        saved.save(step + 1)
     return model.eval(), judge_social(model.eval(), own, judged, shape.num_actions)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hamlet.learning.checkpoint import Checkpoint
 from hamlet.learning.log import Log
 from hamlet.learning.losses import weighted_mean
 from hamlet.learning.returns import discounted
@@ -98,6 +100,7 @@ def train_world_model(
     params: WorldModelParams,
     gamma: float,
     seed: int,
+    checkpoint: Path,
     log: Log,
 ) -> tuple[WorldModel, dict[str, float]]:
     """A new world model, and its errors on the held-out lanes beside the trivial ones.
@@ -122,10 +125,12 @@ def train_world_model(
 
     update = Update(loss, model.parameters(), learning_rate=params.learning_rate)
     generator = torch.Generator().manual_seed(seed)
-    for step in log.steps(params.steps, 0):
+    saved = Checkpoint(checkpoint, {"model": model, "update": update, "generator": generator})
+    for step in log.steps(params.steps, saved.load()[0]):
         update.set_learning_rate(params.learning_rate * (1 - 0.9 * step / params.steps))
         chosen = torch.randint(len(rows.action), (params.batch,), generator=generator)
         log.record(step, update(chosen))
+        saved.save(step + 1)
     return model.eval(), judge_world_model(model, judged)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,6 +57,7 @@ class Lanes:
         now: what is seen.
         returns: of every finished episode its agents' undiscounted returns float [N], in order.
         lengths: ticks of each.
+        begun: episodes, and with them seeds, so far.
     """
 
     def __init__(
@@ -67,14 +68,36 @@ class Lanes:
         self.longest, self._seeds = longest, seeds
         self.returns: list[np.ndarray] = []
         self.lengths: list[int] = []
-        n = self.shape.num_agents
+        self.begun = 0
+        self._begin_all()
+
+    def _begin_all(self) -> None:
+        count, n = len(self.worlds), self.shape.num_agents
         self._sums, self._ticks = np.zeros((count, n)), np.zeros(count, int)
         self._seen = [self._begun(world) for world in self.worlds]
         self._first = np.stack([seen.alive for seen in self._seen])
         self.now = self._all()
 
+    def state(self) -> dict[str, Any]:
+        """Plain data: what `go_on` needs."""
+        returns = [one.tolist() for one in self.returns]
+        return {"returns": returns, "lengths": list(self.lengths), "begun": self.begun}
+
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """Begin all worlds anew, as the next episodes after those of another process.
+
+        What was under way there is lost: no world can be asked for all of its state.
+        """
+        self.returns = [np.array(one) for one in state["returns"]]
+        self.lengths = list(state["lengths"])
+        while self.begun < state["begun"]:
+            next(self._seeds)
+            self.begun += 1
+        self._begin_all()
+
     def _begun(self, world: World) -> Seen:
         seen = world.reset(next(self._seeds))
+        self.begun += 1
         if not seen.alive.any():
             raise HamletError(
                 f"{self.shape.name}: nobody is alive after a reset", "mend the world's reset"

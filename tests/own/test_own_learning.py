@@ -204,7 +204,7 @@ def test_every_held_out_episode_is_played_once_whatever_the_lanes(lanes):
     assert len(seeds) == len(set(seeds))
 
 
-def memory(recall):
+def memory(recall, tmp_path):
     """How much of its first tick A tells, against the mean, and what D then earns with it."""
 
     def make():
@@ -212,18 +212,22 @@ def memory(recall):
 
     shape, data = recorded(make, 300, 8)
     params = PerceptionParams(hidden=16, steps=200, chunk=16, recall=recall)
-    perception, heads = train_perception(shape, data, params, 0, Plain())
+    perception, heads = train_perception(
+        shape, data, params, 0, tmp_path / "perception.pt", Plain()
+    )
     judged = judge_perception(shape, data, perception, heads)
     sizes = (perception.senses.width, 16)
     chosen = PolicyParams(ticks=10_000, lanes=8, rollout=64, minibatch=64, epochs=6, hidden=32)
-    learned = train_policy(lanes_of(make, 8), perception, sizes, chosen, 0, Plain())
+    learned = train_policy(
+        lanes_of(make, 8), perception, sizes, chosen, 0, tmp_path / "policy.pt", Plain()
+    )
     share = judged["recall_error"] / judged["recall_error_mean"]
     return share, learned.numbers["trailing_return"]
 
 
-def test_a_hint_of_the_first_tick_is_remembered_and_used_only_with_recall():
+def test_a_hint_of_the_first_tick_is_remembered_and_used_only_with_recall(tmp_path):
     """0.5 is guessing, 1 the best; a guesser's luckiest 40 episodes are somewhat above."""
-    share, earned = memory(recall=1.0)
+    share, earned = memory(1.0, tmp_path / "with")
     assert share < 0.9
     assert earned > 0.95
-    assert memory(recall=0.0)[1] < 0.8
+    assert memory(0.0, tmp_path / "without")[1] < 0.8

@@ -210,12 +210,14 @@ def by_tick(observation, before, belief):
 
 
 @pytest.mark.parametrize("ends", ["terminated", "truncated"])
-def test_b_tells_reward_end_and_return_of_every_action(ends):
+def test_b_tells_reward_end_and_return_of_every_action(ends, tmp_path):
     shape, data = counted(60, 3, ends)
     believed = believe(by_tick, shape, data, 1)
     params = WorldModelParams(members=2, hidden=32, steps=500, batch=64, learning_rate=5e-3)
     both = (data, believed), (data, believed)
-    model, report = train_world_model(shape, *both, params, 0.9, 0, Plain())
+    model, report = train_world_model(
+        shape, *both, params, 0.9, 0, tmp_path / "world_model.pt", Plain()
+    )
     with torch.no_grad():
         seen = torch.tensor([[0.0], [1 / 3], [2 / 3]])
         reward, going_on, value, uncertainty = model(seen, torch.zeros(3, 1))
@@ -234,12 +236,12 @@ def test_b_tells_reward_end_and_return_of_every_action(ends):
     assert report["change_error"] < 0.1 * report["change_error_nothing_changes"]
 
 
-def test_b_tells_of_each_action_its_own_reward():
+def test_b_tells_of_each_action_its_own_reward(tmp_path):
     shape, data = counted(60)
     data["reward"] = data["action"].float()
     params = WorldModelParams(members=2, hidden=32, steps=300, batch=64, learning_rate=5e-3)
     both = [(data, believe(by_tick, shape, data, 1))] * 2
-    model, _ = train_world_model(shape, *both, params, 0.9, 0, Plain())
+    model, _ = train_world_model(shape, *both, params, 0.9, 0, tmp_path / "world_model.pt", Plain())
     with torch.no_grad():
         reward = model(torch.tensor([[0.0], [1 / 3]]), torch.zeros(2, 1))[0]
     expected = torch.arange(3.0).expand(2, 3)
@@ -272,12 +274,14 @@ def test_b_learns_from_both_plays_and_returns_from_ds_only():
     assert judged.reward.tolist() == [1, 2, 3, 1, 2, 3, 1, 2, 3]
 
 
-def test_ds_play_is_kept_as_a_frozen_a_would_see_it():
+def test_ds_play_is_kept_as_a_frozen_a_would_see_it(tmp_path):
     """What follows a row is the last thing seen in that life, ended either way."""
     for ends in ("terminated", "truncated"):
         lanes = Lanes(lambda: GymnasiumWorld(Counting(3, ends), "counting"), 2, count(), 1000)  # noqa: B023
         params = PolicyParams(ticks=16, lanes=2, rollout=8, minibatch=8, epochs=1)
-        data = train_policy(lanes, counting_belief, (1, 1), params, 0, Plain()).played
+        data = train_policy(
+            lanes, counting_belief, (1, 1), params, 0, tmp_path / "policy.pt", Plain()
+        ).played
         assert set(data) == set(PLAYED)
         assert data["features"][:4, 0, 0].tolist() == [0, 1, 2, 0]
         assert data["next_features"][:4, 0, 0].tolist() == [1, 2, 3, 1]
@@ -292,7 +296,7 @@ def counting_belief(observation, before, belief):
     return observation[:, :1], belief + 1
 
 
-def test_c_tells_each_of_the_others_from_what_it_sees():
+def test_c_tells_each_of_the_others_from_what_it_sees(tmp_path):
     """Each of three sees what the others will do, in the order of their slots."""
     rng = torch.Generator().manual_seed(0)
     action = torch.randint(3, (100, 12), generator=rng)
@@ -306,7 +310,7 @@ def test_c_tells_each_of_the_others_from_what_it_sees():
     }  # fmt: skip
     shape = SimpleNamespace(num_agents=3, num_actions=3)
     params = SocialParams(hidden=32, steps=200, batch=64, learning_rate=1e-2)
-    model, report = train_social(shape, data, params, 0, Plain())
+    model, report = train_social(shape, data, params, 0, tmp_path / "social.pt", Plain())
     assert report["accuracy"] > 0.95
     assert report["accuracy_commonest"] < 0.5
     assert report["nats"] < 0.3 < report["nats_commonest"]

@@ -5,10 +5,10 @@
 plants one fault at a time (`tests.faults`) in a copy of the committed tree, runs there the quick
 tests that run the changed line (`tests.coverage_map`, once a commit), and writes what was noticed
 to `benchmarks/results/mutation.json`. Of a line that very many tests run, those of WATCHFUL and of
-the quickest files that fit into BUDGET_S are run; a line that only runs in processes that tests start gets the tests
-closest to its file by imports. A fault counts as noticed if a test fails that passes without it, or
-if the tests never end although they end without it. The share is therefore a lower bound of what
-the whole quick suite notices.
+the quickest files that fit into BUDGET_S are run; a line that only runs in processes that tests
+start gets the tests closest to its file by imports. A fault counts as noticed if a test fails that
+passes without it, or if the tests never end although they end without it. The share is therefore a
+lower bound of what the whole quick suite notices.
 
 A survivor keeps the `reason` that was written beside it in the result file, for as long as the same
 fault is drawn.

@@ -288,7 +288,8 @@ def train_policy(
         if time.monotonic() - saved.last >= saved.interval:  # what is kept takes time to gather
             saved.save(step + 1, {
                 "lanes": lanes.state(), "scale": player.scale.state(), "taken": taken,
-                "best_trailing": [float(x) for x in best_trailing], "kept": [part.to_dict() for part in kept],
+                "best_trailing": [float(x) for x in best_trailing],
+                "kept": [part.to_dict() for part in kept],
             })  # fmt: skip
     if trailing is None or not best_trailing.clearly_above(trailing):
         best, best_trailing, taken = policy, trailing or Trailing(float("nan"), 0.0), updates

@@ -134,6 +134,20 @@ def test_the_report_of_a_model_that_knows_and_of_one_that_says_nothing_changes(s
     assert still["return_rank_correlation_50"] < known["return_rank_correlation_50"]
 
 
+def test_nothing_of_the_dead_is_in_the_report(shape, lived):
+    worlds = torch.arange(WORLDS)
+    dead = ~lived["alive"]
+    assert dead.any()
+    spoilt = lived.clone()
+    for name, value in (("reward", 7.0), ("value", -50.0)):
+        spoilt[name] = torch.where(dead, value, lived[name])
+    told = [
+        evaluate_world_model(oracle(shape), data, worlds, worlds, shape.num_meters, GAMMA, 3)
+        for data in (lived, spoilt)
+    ]
+    assert told[0] == pytest.approx(told[1], nan_ok=True)
+
+
 def test_rank_correlation_looks_at_the_order_only():
     x = torch.tensor([3.0, 1.0, 2.0, 7.0])
     assert rank_correlation(x, x.exp()) == pytest.approx(1)

@@ -7,7 +7,7 @@ import copy
 import pytest
 import yaml
 
-from hamlet.town import PackError, Town, load_pack
+from hamlet.town import PackError, Town, load_pack, schema
 from hamlet.town.load import PACKS
 from hamlet.town.validate import check_survivable
 
@@ -236,3 +236,64 @@ def test_levels_load_and_have_one_hash(level):
 
 def test_hashes_of_the_levels_differ():
     assert len({load_pack(level).content_hash for level in LEVELS}) == len(LEVELS)
+
+
+# Least and most (open: the limit itself is refused), and what stands where nothing is said.
+OPEN, NEEDED = "open", "needed"
+LIMITS = {
+    "Affordance.distance_limit": (0, 8, 0), "Affordance.duration": (1, 48, 1),
+    "Affordance.quality": ((0.0, OPEN), 4.0, 1.0), "Affordance.refund": (0.0, 1.0, 0.0),
+    "Cascade.strength": (0.0, 1.0, NEEDED), "Cascade.threshold": ((0.0, OPEN), 1.0, NEEDED),
+    "Change.tick": (1, None, NEEDED), "Cue.decay": (0, 16, 0),
+    "Cue.false_positive": (0.0, 1.0, 0.0), "Cue.reliability": (0.0, 1.0, 1.0),
+    "Cue.streak": (1, 16, 1), "Families.messages": (2, 16, NEEDED),
+    "Families.size": (1, None, NEEDED), "Meter.depletion": (0.0, 1.0, 0.0),
+    "Meter.initial": (0.0, 1.0, NEEDED), "Modulation.base": (0.0, None, NEEDED),
+    "Modulation.range": (0.0, None, NEEDED), "Modulation.rate": (0.0, 1.0, NEEDED),
+    "Pack.agents": (1, 32, NEEDED), "Pack.cue_distance": (0, 64, 2),
+    "Pack.cues_broadcast": (1, 32, 3), "Pack.depletion_multiplier": (0.0, 10.0, 1.0),
+    "Pack.height": (2, 64, NEEDED), "Pack.lifespan": (1, 100_000, 500),
+    "Pack.start_hour": (0, 23, 0), "Pack.vision": (1, 63, 2), "Pack.width": (2, 64, NEEDED),
+}  # fmt: skip
+DEFAULTS = {
+    "Affordance.exclusive": False, "Affordance.interruptible": True, "Affordance.hours": (0, 24),
+    "Affordance.capacity": None, "Cue.priority": 0, "Cue.visibility": "public",
+    "Cue.distance_limit": None, "Pack.mode": "atomic", "Pack.temporal": True,
+    "Reward.base": 1.0, "Reward.retirement_bonus": 0.0,
+}  # fmt: skip
+
+
+def test_every_number_has_the_limits_and_the_default_that_are_written_here():
+    found = {}
+    for name, model in vars(schema).items():
+        if not (isinstance(model, type) and issubclass(model, schema.Model)):
+            continue
+        for field, info in model.model_fields.items():
+            low = high = None
+            for limit in info.metadata:
+                low = getattr(limit, "ge", low) if not hasattr(limit, "gt") else (limit.gt, OPEN)
+                high = getattr(limit, "le", high)
+            default = NEEDED if info.is_required() else info.default
+            found[f"{name}.{field}"] = (low, high, default)
+    limited = {name: told for name, told in found.items() if told[:2] != (None, None)}
+    assert limited == LIMITS
+    for name, default in DEFAULTS.items():
+        assert found[name][2] == default, name
+
+
+def test_prices_are_in_the_meter_that_is_spent_else_in_money_else_in_the_last():
+    pack = load_pack("l4_contention")
+    free = [a.model_copy(update={"price": {}, "price_per_tick": {}}) for a in pack.affordances]
+
+    def paid_in(**changes):
+        changed = pack.model_copy(update=changes)
+        return changed.meter_names[changed.paid_in]
+
+    assert paid_in() == "money"
+    assert paid_in(affordances=tuple(free)) == "money"
+    mood = free[0].model_copy(update={"price_per_tick": {"money": 0.0, "mood": 0.1}})
+    assert paid_in(affordances=(mood, *free[1:])) == "mood"
+    once = free[0].model_copy(update={"price": {"energy": 0.1}})
+    assert paid_in(affordances=(*free[1:], once)) == "energy"
+    others = tuple(meter for meter in pack.meters if meter.name != "money")
+    assert paid_in(affordances=tuple(free), meters=others) == others[-1].name

@@ -11,7 +11,7 @@ from hamlet.proofs.closure import close
 from hamlet.proofs.data import Triple, build_graph, parse_atom
 from hamlet.proofs.knowledge import find
 from hamlet.proofs.knowledge_base import Budget, build_knowledge_base, canonical, state_hash
-from hamlet.proofs.unify import compact, expand
+from hamlet.proofs.unify import compact, expand, select_goal
 from tests.proofs.helpers import consequences, graph_of, ids_of, rule, search
 
 ENTITIES = ("a", "b", "c")
@@ -205,3 +205,38 @@ def test_closure_beyond_the_budget_is_dropped_and_counted():
     small = close(graph, budget=4)
     assert int((small.round > 0).sum()) == 4
     assert small.dropped == 7
+
+
+def test_the_goal_with_the_fewest_matches_is_taken_first():
+    """Ground ones before all; then by how many atoms known to hold fit; the first of equals."""
+    facts = ["p(a, b)", "p(a, c)", "p(b, c)", "q(a, b)", "q(c, b)", "r(a, a)"]
+    graph = graph_of(facts, ["p(X,Y), q(Z,Y) -> r(X,Z)"])
+    size = len(graph.entities)
+    kb = build_knowledge_base(graph, close(graph), Budget(6, 4, 0))  # no lemmas: facts alone
+    names = {name: number for number, name in enumerate(graph.entities)}
+    names |= {"X": size, "Y": size + 1, "Z": size + 2}
+
+    def packed(atoms: str) -> torch.Tensor:
+        rows = [parse_atom(atom.strip() + ")") for atom in atoms.split(")") if atom.strip()]
+        return kb.pack(
+            torch.tensor([[graph.predicates.index(r[0]), names[r[1]], names[r[2]]] for r in rows])
+        )
+
+    for goals, expected in (
+        ("p(X,Y) q(Y,Z) r(X,Z)", 2),  # three, two and one facts
+        ("r(X,Z) q(Y,Z) p(X,Y)", 0),
+        ("p(X,Y) q(Y,Z)", 1),
+        ("q(X,Y) p(X,Z) q(Y,Z)", 0),  # two, three, two: the first of equals
+        ("q(X,b) p(a,X)", 0),  # q(_,b) has two, and so has p(a,_)
+        ("p(a,X) p(b,X)", 1),  # p(b,_) has one
+        ("p(X,c) q(X,b) p(X,b)", 2),  # p(_,c) has two, q(_,b) has two, p(_,b) has one
+        ("r(X,Y) p(a,b)", 1),  # ground
+        ("p(a,X) q(b,X)", 1),  # q(b,_) has none
+    ):
+        row = packed(goals)
+        rest = row.new_full((kb.budget.goals - len(row),), -1)
+        chosen, others, place = select_goal(kb, torch.cat([row, rest])[None])
+        assert place.item() == expected, goals
+        assert chosen.item() == row[expected]
+        left = [int(x) for i, x in enumerate(row) if i != expected]
+        assert others[0].tolist() == left + rest.tolist(), goals

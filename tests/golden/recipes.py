@@ -25,7 +25,14 @@ from hamlet.learning import train_world_model
 from hamlet.learning.train_policy import goal_targets
 from hamlet.learning.train_prover import build_prover
 from hamlet.modules.agent import AgentState, Mind, Thoughts
-from hamlet.modules.contracts import RawObservation, TownShape, observation_from
+from hamlet.modules.contracts import (
+    LEADS,
+    LOOK,
+    Features,
+    RawObservation,
+    TownShape,
+    observation_from,
+)
 from hamlet.modules.critic import Critic, privileged_features
 from hamlet.modules.perception import Perception, PerceptionHeads
 from hamlet.modules.policy import Policy
@@ -197,6 +204,54 @@ def mind() -> Numbers:
     return told | weigh_all(state, "state")
 
 
+def spread(*size: int, low: float = -1.0, high: float = 1.0, start: int = 0) -> Tensor:
+    """float32 numbers spread evenly over a range, in no order."""
+    count = torch.Size(size).numel()
+    place = torch.arange(start, start + count, dtype=torch.float64)
+    return (low + (high - low) * place.mul(0.5698402909980532).frac()).float().view(size)
+
+
+@torch.no_grad()
+def questions() -> Numbers:
+    """What B, C and D of given weights say of moments that few lives have: all goals, all actions,
+    places near and far, meters low and high."""
+    town = Town(load_pack("l7_scarce"), num_layouts=8)
+    mind, _ = mind_of(town)
+    shape, rows, told = TownShape.of(town), 96, {}
+    policy: Any = mind.policy
+    d, f, g, m = policy.places, shape.num_affordances, shape.num_goals, shape.num_others
+    belief = spread(rows, 4 + d + LOOK), spread(rows, 4 + d + LOOK, low=-5.0, high=-0.5)
+    known = spread(rows, shape.self_dim, low=0.0)
+    number = torch.arange(rows)
+    goal, action = number % g, number % shape.num_actions
+    features = Features(
+        belief[0], belief[1][:, :d], known, spread(rows, g, low=0.0, high=2.0),
+        spread(rows, f, len(LEADS), low=0.0, high=2.0), number % (g + 1),
+        number % (shape.num_actions + 1),
+    )  # fmt: skip
+    prior = policy.prior_logits(features)
+    told["prior"] = weighed(prior)
+    told["learned"] = weighed(policy.learned_logits(features))
+    told["actions"] = weighed(policy.action_logits(features, goal))
+    age = number % 7
+    told["ended"] = weighed(policy.goal_ended(known, goal, age).float())
+    candidates = torch.stack([goal, (goal + 3) % g, (goal + 5) % g], 1)
+    imagined = spread(rows, 3), spread(rows, 3, low=0.0)
+    told["weighed"] = weighed(policy.goal_logits(prior, candidates, *imagined))
+    visible = number.unsqueeze(1) % 3 != torch.arange(m) % 3
+    given = (
+        *belief, known, spread(rows, m, shape.num_cues, low=0.0).round(), visible,
+        spread(rows, m, 2) * visible.unsqueeze(-1),
+        (number.unsqueeze(1) + torch.arange(m)) % (shape.num_actions + 1),
+        spread(rows, m, mind.read_others.recurrent_dim),
+    )  # fmt: skip
+    for place, x in enumerate(mind.read_others(*given)):
+        told[f"social.{place}"] = weighed(x)
+    for place, x in enumerate(mind.imagine_tick(*belief, known, action)):
+        told[f"world_model.{place}"] = weighed(x.float())
+    return told
+
+
 @torch.no_grad()
 def heads() -> Numbers:
     """What A of given weights says of a recorded life, and what its heads make of it."""
@@ -285,6 +340,7 @@ RECIPES: dict[str, Callable[[], Numbers]] = {
     "planned": planned,
     "adapted": adapted,
     "mind": mind,
+    "questions": questions,
     "heads": heads,
     "proofs": proofs,
     "trainers": trainers,

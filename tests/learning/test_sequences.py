@@ -41,6 +41,7 @@ def test_a_lane_reads_a_world_in_order_and_begins_others_at_their_beginning():
             goes_on = tick[0] == last[0] + 1
             assert (goes_on | (tick[0] == 0)).all()
             assert (world[0][goes_on] == last[1][goes_on]).all()
+            assert (last[0][~goes_on] == TICKS - 1).all()  # a world is read to its end
         last = (tick[-1], world[-1])
         worlds |= set(world.flatten().tolist())
     assert worlds == {0, 2, 5}

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import runpy
+import sys
 
+import pytest
 import yaml
 
 from hamlet.town import Scripted, Town, load_pack, planner, validate
@@ -47,6 +50,16 @@ def test_a_valid_pack_is_told_with_what_an_expert_gets_in_it(tmp_path, capsys):
         f"{found['returns'].mean():.1f}, life {found['life'].mean():.1f} of 20, "
         f"retired {found['retired'].mean():.0%}\n"
     )
+
+
+@pytest.mark.parametrize("command", ["planner", "tune", "validate"])
+def test_a_module_that_is_run_runs_its_command(command, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [command, "nowhere"])
+    monkeypatch.delitem(sys.modules, f"hamlet.town.{command}", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(f"hamlet.town.{command}", run_name="__main__")
+    assert ended.value.code == 2
+    assert f"{command}: " in capsys.readouterr().err
 
 
 def test_what_is_no_pack_or_cannot_be_survived_is_one_line_and_exit_code_2(tmp_path, capsys):

@@ -93,6 +93,11 @@ def test_the_sky_is_dark_at_night():
 
     assert [sky(hour) for hour in (5, 22, 23, 0)] == [(44, 52, 84)] * 4
     assert [sky(hour) for hour in (6, 12, 21)] == [(222, 234, 245)] * 3
+    seen = pixels(world(hour=0))
+    night = (seen == (44, 52, 84)).all(-1)
+    assert night[HEADER - 12, :3].all()
+    assert night[0, -1]
+    assert not night[HEADER - 11 :].any()
 
 
 def test_a_world_as_text():

@@ -223,6 +223,9 @@ def questions() -> Numbers:
     belief = spread(rows, 4 + d + LOOK), spread(rows, 4 + d + LOOK, low=-5.0, high=-0.5)
     known = spread(rows, shape.self_dim, low=0.0)
     number = torch.arange(rows)
+    at = 2 * (number % f)  # in every second moment the agent is in a place that it knows well
+    for column in (at, at + 1):
+        belief[0][number[::2], column[::2]], belief[1][number[::2], column[::2]] = 0.0, -4.0
     goal, action = number % g, number % shape.num_actions
     features = Features(
         belief[0], belief[1][:, :d], known, spread(rows, g, low=0.0, high=2.0),

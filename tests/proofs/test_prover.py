@@ -59,6 +59,15 @@ def symbolic(world, questions):
     return evaluate_scores(world.graph, questions[0], keys, scores, questions[1])
 
 
+def test_who_ranks_or_proves_leaves_the_world_in_training(world, questions):
+    prover = build_prover(world, hidden=16)
+    world.train()
+    rank(world, prover, *questions, 64)
+    assert world.training
+    prove_all(world, prover, world.graph.splits["test"][:8], 8)
+    assert world.training
+
+
 def test_untrained_it_ranks_exactly_as_the_symbolic_baseline(world, questions):
     prover = build_prover(world)
     found = rank(world, prover, *questions, 64)

@@ -245,3 +245,13 @@ def test_clear_errors(world):
     with pytest.raises(HamletError, match="no training fact is derivable"):
         useless.reset(0, 2)
     world.train()
+
+
+def test_slots_beyond_the_cases_are_idle_and_in_training_none_is(world):
+    queries = world.graph.splits["test"][:3]
+    world.eval(queries)
+    state = world.reset(0, 6)
+    assert state["idle"].tolist() == [False] * 3 + [True] * 3
+    assert torch.equal(state["query"][:3], queries)
+    world.train()
+    assert not world.reset(0, 6)["idle"].any()

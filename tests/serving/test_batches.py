@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -124,3 +125,32 @@ def test_the_short_way_leaves_the_unusual_to_the_long_one(engine, seen, change):
     inputs = inputs_of(seen[0])
     change(inputs)
     assert tensors.plain_record(engine.current, inputs) is None
+
+
+def test_a_session_is_idle_from_its_beginning_or_its_last_tick(engine, monkeypatch):
+    monkeypatch.setattr(engine, "session_ttl", 60.0)
+    before = time.monotonic()
+    kept, old = engine.open("kept"), engine.open("old")
+    assert before <= kept.used <= old.used <= time.monotonic()
+    engine.sweep()
+    assert {"kept", "old"} <= set(engine.sessions)
+    kept.used -= 61.0
+    engine.sweep()
+    assert "kept" not in engine.sessions
+    assert "old" in engine.sessions
+    assert engine.metrics.sessions_closed["timeout"] == 1
+
+
+def test_sessions_that_were_opened_in_another_order_are_swept_by_their_last_use(
+    engine, monkeypatch
+):
+    monkeypatch.setattr(engine, "session_ttl", 60.0)
+    first, second = engine.open("first"), engine.open("second")
+    second.used -= 61.0
+    engine.sweep()  # looks at the oldest first, and that is not idle
+    assert "second" in engine.sessions
+    engine.sort_sessions()
+    assert list(engine.sessions) == ["second", "first"]
+    engine.sweep()
+    assert list(engine.sessions) == ["first"]
+    assert first.used > second.used

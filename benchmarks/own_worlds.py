@@ -357,7 +357,38 @@ def table(found: Mapping[str, Any]) -> str:
         wrong = verdict(scores, game.hidden)
         holds = f"does not hold: {'; '.join(wrong)}" if wrong else "holds"
         lines += ["", f"The gate {holds}.", ""]
-    return "\n".join(lines)
+    return "\n".join([*lines, *town_lines(found.get("town", {}))])
+
+
+def town_lines(made: Mapping[str, dict[str, Any]]) -> list[str]:
+    """The town learned by the plain modules only, beside the town's own agent."""
+    if not made:
+        return []
+    one = next(iter(made.values()))
+    lines = [
+        f"## The town ({one['pack']}) by the plain modules only", "",
+        "By `python -m benchmarks.own_worlds_town`: A of random play and D by PPO on its belief, "
+        f"as `hamlet own` trains them, without map memory, rules, menu or teacher; {one['agents']} "
+        "agents a world, in the held-out worlds of the stage `evaluate`. Returns are means per "
+        "agent; 0 is always-REST, 1 the expert with the map.", "",
+        "| | ticks of the town | score | return | life, ticks | retired | CPU s |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]  # fmt: skip
+    for x in made.values():
+        lines.append(
+            f"| plain modules, seed {x['seed']} | {x['ticks']:,} | {x['normalised_score']:.3f} | "
+            f"{x['mean_return']:.1f} | {x['survival']:.0f} | {x['retired_fraction']:.3f} | "
+            f"{x['cpu_seconds']:.0f} |"
+        )
+    low, high = (one["beside"][name]["mean_return"] for name in ("rest", "expert"))
+    for name, x in one["beside"].items():
+        score = (x["mean_return"] - low) / (high - low)
+        who = "the town's own agent" if name == "agent" else name
+        lines.append(
+            f"| {who} | | {score:.3f} | {x['mean_return']:.1f} | {x['survival']:.0f} | "
+            f"{x['retired_fraction']:.3f} | |"
+        )
+    return [*lines, ""]
 
 
 def row(
@@ -377,6 +408,14 @@ def told(returns: Sequence[float]) -> str:
     return " / ".join(f"{value:.4g}" for value in returns)
 
 
+def write_page(found: Mapping[str, Any]) -> str:
+    """Write own_worlds.md; returns it."""
+    text = table(found)
+    with atomic_path(RESULTS / "own_worlds.md") as path:
+        path.write_text(text, encoding="utf-8")
+    return text
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--worlds", nargs="+", choices=GAMES, default=list(GAMES))
@@ -392,10 +431,7 @@ def main(arguments: list[str] | None = None) -> int:
     found = run_all(
         RESULTS / "own_worlds.json", wanted(given.worlds, given.players, given.seeds), given.again
     )
-    text = table(found)
-    with atomic_path(RESULTS / "own_worlds.md") as path:
-        path.write_text(text, encoding="utf-8")
-    print(text)
+    print(write_page(found))
     return 0
 
 

@@ -42,7 +42,7 @@ from stages.collect import make_town
 from stages.evaluate import EVALUATION_SEED, life_of, live
 
 TICKS = 592_000  # of the town's own agent: 51 200 collected, 540 672 of imitation and PPO
-RANDOM_TICKS, RANDOM_LANES, LANES = 8192, 16, 32
+RANDOM_TICKS, RANDOM_LANES, LANES = 4096, 8, 32
 GAMMA = 0.995  # as in the town's own params
 TOLD_SECONDS = 30.0
 
@@ -191,8 +191,8 @@ def learn(town: Town, ticks: int, seed: int) -> tuple[Perception, Policy, dict[s
     judged = judge_perception(random.shape, data, perception, heads)
     lanes: Any = TownLanes(town, LANES, seed + 1)
     chosen = PolicyParams(
-        ticks=ticks - RANDOM_TICKS, lanes=LANES, minibatch=1024, learning_rate=5e-4, gamma=GAMMA,
-        kept_ticks=64,
+        ticks=ticks - RANDOM_TICKS, lanes=LANES, minibatch=1024, epochs=4, learning_rate=5e-4,
+        gamma=GAMMA, kept_ticks=64,
     )  # fmt: skip
 
     @torch.no_grad()

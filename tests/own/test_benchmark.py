@@ -71,8 +71,17 @@ def test_the_gate_is_the_mean_against_each_and_every_seed_against_random(
     wrong = bench.verdict(scores, hidden)
     assert len(wrong) == len(told)
     assert all(part in reason for part, reason in zip(told, wrong, strict=True))
-    missing = bench.verdict({"hamlet": {0: 1.0}}, hidden)
-    assert sum("has not run" in reason for reason in missing) == 2
+
+
+def test_the_gate_is_open_until_everyone_has_run_with_three_seeds():
+    three, one = {0: 0.9, 1: 0.9, 2: 0.9}, {0: 0.5}
+    all_run = {"hamlet": three, "sb3_ppo": three, "sb3_recurrent_ppo": three}
+    assert bench.standing(all_run, False) == "holds"
+    some = all_run | {"sb3_recurrent_ppo": one}
+    told = "holds of what has run; sb3_recurrent_ppo has 1 of 3 seeds"
+    assert bench.standing(some, False) == told
+    lost = some | {"hamlet": one}
+    assert bench.standing(lost, False) == "does not hold: 0.400 below sb3_ppo"
 
 
 def test_finished_cells_are_kept_and_not_run_again(tmp_path):

@@ -16,6 +16,7 @@ import argparse
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -84,18 +85,18 @@ class TownLanes:
     def __init__(self, town: Town, count: int, seed: int) -> None:
         self.town, self.shape, self.worlds = town, shape_of(town), range(count)
         town.train()
-        self.state = town.reset(seed, count)
+        self.world = town.reset(seed, count)
         self.returns: list[np.ndarray] = []
         self.lengths: list[int] = []
         self._sums = torch.zeros(count, town.num_agents)
-        self._seen = town.observe(self.state)
+        self._seen = town.observe(self.world)
         self.now = self._now()
 
     def step(self, actions: np.ndarray) -> Row:
         """See `Lanes`."""
-        acted = self.state["alive"]
+        acted = self.world["alive"]
         chosen = torch.from_numpy(actions).view(len(self.worlds), -1)
-        after = self.town.step_core(self.state, chosen)
+        after = self.town.step_core(self.world, chosen)
         over = after["episode_over"]
         reward = torch.where(acted, after["reward"], 0.0)
         ended = acted & (after["died"] | after["retired"])
@@ -106,10 +107,10 @@ class TownLanes:
                 self.returns.append(self._sums[lane].numpy().copy())
                 self.lengths.append(int(after["tick"][lane]))
             self._sums[over] = 0.0
-            self.state = self.town.renew(after, over)
-            self._seen = self.town.observe(self.state)
+            self.world = self.town.renew(after, over)
+            self._seen = self.town.observe(self.world)
         else:
-            self.state, self._seen = after, last
+            self.world, self._seen = after, last
         self.now = self._now()
         return Row(
             {k: x.numpy() for k, x in fields_in(self.shape, last).items()},
@@ -117,9 +118,14 @@ class TownLanes:
             np.zeros(ended.numel(), bool), acted.flatten().numpy(), over.numpy(),
         )  # fmt: skip
 
+    def state(self) -> dict[str, Any]:
+        """See `Lanes`. Nobody goes on from it: the checkpoint lies in a temporary folder."""
+        returns = [one.tolist() for one in self.returns]
+        return {"returns": returns, "lengths": self.lengths, "begun": len(self.returns)}
+
     def _now(self) -> Now:
-        alive = self.state["alive"]
-        first = (self.state["tick"] == 0).unsqueeze(-1) & alive
+        alive = self.world["alive"]
+        first = (self.world["tick"] == 0).unsqueeze(-1) & alive
         return Now(
             {k: x.numpy() for k, x in fields_in(self.shape, self._seen).items()},
             self._seen["action_mask"].flatten(0, 1).numpy(), alive.flatten().numpy(),
@@ -180,14 +186,18 @@ class PlainPlayers:
         return kept_on, life_of(before, after)
 
 
-def learn(town: Town, ticks: int, seed: int) -> tuple[Perception, Policy, dict[str, Any]]:
-    """Train A and D in so many ticks of the town; what was measured beside."""
+def learn(
+    town: Town, ticks: int, seed: int, folder: Path
+) -> tuple[Perception, Policy, dict[str, Any]]:
+    """Train A and D in so many ticks of the town; what was measured beside. Checkpoints lie in
+    `folder`."""
     random: Any = TownLanes(town, RANDOM_LANES, seed)
     recorder, rng = Recorder(), np.random.default_rng(seed)
     for _ in range(RANDOM_TICKS // RANDOM_LANES):
         recorder.step(random, legal_at_random(random.now.mask, rng))
     data, params = recorder.data(), PerceptionParams()
-    perception, heads = train_perception(random.shape, data, params, seed, Told("perception"))
+    file = folder / "perception.pt"
+    perception, heads = train_perception(random.shape, data, params, seed, file, Told("perception"))
     judged = judge_perception(random.shape, data, perception, heads)
     lanes: Any = TownLanes(town, LANES, seed + 1)
     chosen = PolicyParams(
@@ -200,7 +210,9 @@ def learn(town: Town, ticks: int, seed: int) -> tuple[Perception, Policy, dict[s
         return perception(*inputs)
 
     sizes = (perception.senses.width, perception.hidden)
-    learned = train_policy(lanes, perceive, sizes, chosen, seed, Told("policy"))
+    learned = train_policy(
+        lanes, perceive, sizes, chosen, seed, folder / "policy.pt", Told("policy")
+    )
     told = {k: learned.numbers[k] for k in ("trailing_return", "updates", "episodes")}
     taken = RANDOM_TICKS + int(learned.numbers["ticks"])
     return perception, learned.policy, {"ticks": taken, "perception": judged, **told}
@@ -211,7 +223,8 @@ def run(ticks: int, seed: int) -> dict[str, Any]:
     params = load_params(Path("params.yaml"))
     torch.set_num_threads(1)
     began, wall = time.process_time(), time.monotonic()
-    perception, policy, numbers = learn(make_town(params), ticks, seed)
+    with TemporaryDirectory() as folder:
+        perception, policy, numbers = learn(make_town(params), ticks, seed, Path(folder))
     numbers |= {"cpu_seconds": time.process_time() - began, "seconds": time.monotonic() - wall}
     town, worlds = make_town(params, held_out=True), params.evaluate.worlds
     town.eval(worlds)

@@ -154,3 +154,32 @@ def test_sessions_that_were_opened_in_another_order_are_swept_by_their_last_use(
     engine.sweep()
     assert list(engine.sessions) == ["first"]
     assert first.used > second.used
+
+
+def test_ticks_that_wait_for_their_session_come_in_order_and_all_are_answered(engine, seen):
+    """Three at once to one life: what it answers to the same three one after the other."""
+    model = engine.current
+
+    async def answers(name: str, together: bool) -> list[int]:
+        session = engine.open(name, seed=5)
+        loop, found, waiting = asyncio.get_running_loop(), [], []
+        for observation in list(seen)[:3]:
+            answer = loop.create_future()
+
+            def done(action, more, answer=answer):
+                found.append(action)
+                answer.set_result(action)
+
+            record = pack(model.fields, observation)
+            engine.submit(PendingTick(session, record, 10.0, False, False, done))
+            waiting.append(answer)
+            if not together:
+                await asyncio.wait_for(answer, 10)
+        told = await asyncio.wait_for(asyncio.gather(*waiting), 10)
+        assert list(told) == found
+        engine.close(session, "end")
+        return found
+
+    one_by_one = asyncio.run(answers("a", False))
+    assert asyncio.run(answers("b", True)) == one_by_one
+    assert engine.queued == 0

@@ -36,7 +36,8 @@ from tests.faults import PACKAGES, ROOT, Fault, package_of, sample
 RESULT = ROOT / "benchmarks" / "results" / "mutation.json"
 BUDGET_S = 90.0
 """Of tests for one fault, by the time they took when the lines were mapped."""
-CLOSEST_FILES = 4
+CLOSEST_FILES, QUICK_USERS = 4, 60
+"""Of a line that no test's own process runs: files of tests, and the quickest tests of its file."""
 WATCHFUL = "tests/test_golden.py"
 """Fails for most changes of a number, within seconds."""
 
@@ -62,8 +63,10 @@ def chosen_tests(fault: Fault, mapped: dict) -> Chosen:
         found = {test for line in touched for test in lines.get(str(line), ())}
     else:  # runs when the file is imported: whatever uses the file may notice
         found = {test for tests in lines.values() for test in tests}
-    if not found:
-        return Chosen(closest_tests(fault), BUDGET_S, 0)
+    if not found:  # in a process that tests start, or a default, which is read at the import
+        users = {test for tests in lines.values() for test in tests}
+        quick = sorted(users, key=lambda test: mapped["seconds"][test])[:QUICK_USERS]
+        return Chosen([*closest_tests(fault), *quick], BUDGET_S, max(0, len(users) - QUICK_USERS))
     by_file: dict[str, list[str]] = defaultdict(list)
     for test in sorted(found, key=lambda test: mapped["seconds"][test]):
         by_file[test.split("::")[0]].append(test)

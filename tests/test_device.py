@@ -267,6 +267,13 @@ def test_a_gpu_need_not_be_asked_how_many_deliberate(tick):
     assert told.tolist() == asked.tolist()
 
 
+def test_where_the_period_does_not_divide_the_worlds_a_gpu_is_asked():
+    clock = torch.arange(3).repeat_interleave(4)  # of twelve agents those of one world deliberate
+    asked = thinking_slots(clock, 4, 4)
+    assert asked.tolist() == [0, 1, 2, 3]
+    assert thinking_slots(clock.as_subclass(Elsewhere), 4, 4).tolist() == asked.tolist()
+
+
 def test_what_is_compiled_for_a_gpu_is_compiled_for_each_size(monkeypatch):
     """A size that is not known is one that CUDA's GRU cannot be compiled for."""
     seen: list[bool] = []

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.serving import json_request
+from hamlet.artifacts import HamletError
 from hamlet.serving import tensors
 from hamlet.serving.engine import MAX_BATCH, MAX_DEEP
 from hamlet.serving.metrics import Counts
@@ -182,4 +183,35 @@ def test_ticks_that_wait_for_their_session_come_in_order_and_all_are_answered(en
 
     one_by_one = asyncio.run(answers("a", False))
     assert asyncio.run(answers("b", True)) == one_by_one
+    assert engine.queued == 0
+
+
+def test_who_asks_wrongly_or_waits_too_long_is_told_and_the_others_are_answered(engine, seen):
+    model = engine.current
+    told: dict[str, tuple] = {}
+
+    async def ask() -> None:
+        loop, waiting = asyncio.get_running_loop(), []
+        for name, seconds in (("well", 10.0), ("late", -1.0), ("wrong", 10.0)):
+            record, answer = pack(model.fields, next(iter(seen))), loop.create_future()
+            if name == "wrong":
+                record = b"\xff" * len(record)  # no number is finite
+
+            def done(action, more, name=name, answer=answer):
+                told[name] = action, more
+                answer.set_result(None)
+
+            engine.submit(PendingTick(engine.open(name), record, seconds, False, False, done))
+            waiting.append(answer)
+        await asyncio.wait_for(asyncio.gather(*waiting), 10)
+
+    asyncio.run(ask())
+    assert told["well"][0] >= 0
+    action, error = told["late"]
+    assert action is None
+    assert (error.status, "no turn within the timeout" in str(error)) == (429, True)
+    action, error = told["wrong"]
+    assert action is None
+    assert isinstance(error, HamletError)
+    assert set(engine.sessions) == {"well"}  # the first request of the others was refused
     assert engine.queued == 0

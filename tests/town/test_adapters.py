@@ -443,6 +443,13 @@ def test_every_seed_is_a_world_of_its_own():
     assert worlds[:60] == worlds[60:]
     assert len(set(worlds)) == 60
 
+    found = []
+    for _ in range(2):  # what comes after a seed follows from it, also in the next resets
+        env = vector_env(2, pack=SHORT, names=["random"])
+        env.reset(seed=7)
+        found.append([env.reset()[0].tolist() for _ in range(3)])
+    assert found[0] == found[1]
+
     env = torchrl_env(1, pack=SHORT)
     found = []
     for seed in (None, 0, 1, 2):

@@ -41,3 +41,20 @@ def test_an_option_ends_when_it_is_done_or_fails():
     broke = town.step_core(broke, torch.full((4, 1), 4))
     assert (Planner.going_on(broke, option) == -1).all()
     assert going[0, 0] == -1
+
+
+def test_agents_plan_in_turns_and_another_begins_each_time():
+    town = Town(load_pack("l4_contention").model_copy(update={"agents": 3}), num_layouts=8)
+    asked = []
+
+    class Notes(Planner):
+        def _best(self, state, option, agent):
+            asked.append((int(state["tick"][0]), agent))
+            return option
+
+    planner, state = Notes(town, period=2, horizon=1), town.reset(1, 2)
+    memory = planner.reset(state)
+    for _ in range(5):
+        action, _, memory = planner.act(state, memory)
+        state = town.step_core(state, action)
+    assert asked == [(tick, (turn + tick // 2) % 3) for tick in (0, 2, 4) for turn in range(3)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conftest import export, untrained
 from copied_repo import ROOT
+from exported import export, untrained
 from served import Served
 
 from hamlet.artifacts import HamletError

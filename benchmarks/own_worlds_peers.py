@@ -74,10 +74,10 @@ class SensedLanes(VecEnv):
         return [getattr(self, attr_name, None)] * self.num_envs
 
     def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
-        raise NotImplementedError
+        setattr(self, attr_name, value)
 
     def env_method(self, method_name: str, *args: Any, indices: Any = None, **named: Any) -> Any:
-        raise NotImplementedError
+        return [getattr(self, method_name)(*args, **named)] * self.num_envs
 
     def env_is_wrapped(self, wrapper_class: Any, indices: Any = None) -> list[bool]:
         return [False] * self.num_envs

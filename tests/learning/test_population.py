@@ -14,6 +14,7 @@ from hamlet.learning.checkpoint import Checkpoint
 from hamlet.learning.learner import Learner, RolloutCarry
 from hamlet.learning.population import (
     Characters,
+    Everyone,
     Match,
     Selves,
     Strangers,
@@ -170,6 +171,22 @@ def test_alone_all_places_are_played_by_the_same():
     town.train()
     torch.testing.assert_close(returns, expected)
     assert returns.std() > 0
+
+
+def test_whoever_plays_alone_forgets_where_its_world_is_over_and_only_there():
+    forgotten = []
+
+    class Seat:
+        def forget(self, memory, over):
+            forgotten.append(over.tolist())
+            return memory
+
+    flags = {"episode_over": [True, False, False], "over": [False] * 3, "done": [True, True, False]}
+    after = TensorDict({k: torch.tensor(x) for k, x in flags.items()}, batch_size=[3])
+    after["reward"] = torch.arange(6.0).view(3, 2)
+    _, told = Everyone(Seat()).outcome(after, after, ())
+    assert forgotten == [[True, False, False]]
+    assert told["returns"].tolist() == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_what_a_table_of_matches_says():

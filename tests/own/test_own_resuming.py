@@ -138,6 +138,8 @@ def test_d_goes_on_with_its_weights_in_episodes_that_begin_anew(tmp_path):
     assert len(saved["extra"]["lanes"]["returns"]) == ended
     assert saved["extra"]["lanes"]["begun"] == ended + 2
     before = len(used)
+    saved["extra"] |= {"best_trailing": [1e6, 0.5], "taken": 1}  # as if an earlier one were best
+    torch.save(saved, tmp_path / "d.pt")
 
     class Sees(StopsAt):
         """Also the weights with which the first update begins."""
@@ -158,6 +160,9 @@ def test_d_goes_on_with_its_weights_in_episodes_that_begin_anew(tmp_path):
     assert lanes.begun == ended + 2 + 2 + 2 * ((STEPS - STOP) * 8 // 5)
     assert learned.numbers["episodes"] == ended + 2 * ((STEPS - STOP) * 8 // 5)
     assert learned.played["action"].shape[0] == STEPS * 8  # what came before is kept as well
+    kept = torch.load(tmp_path / "d.pt", weights_only=True)["extra"]
+    assert kept["scale"][0] == pytest.approx(STEPS * 16, abs=0.01)  # rewards of both processes
+    assert (kept["best_trailing"], kept["taken"]) == ([1e6, 0.5], 1)
     now = learned.policy.state_dict()
     assert any(not torch.equal(now[name], x) for name, x in log.first.items())
 

@@ -13,9 +13,7 @@ from hamlet.tracking.journal import Journal, Sent
 from hamlet.tracking.processes import is_dead
 from hamlet.tracking.store import experiment_id, log_file, tracking_lock
 
-EXECUTION, PROCESS, STAGE, KEY = (
-    "hamlet.execution", "hamlet.process", "hamlet.stage", "hamlet.key",
-)  # fmt: skip
+EXECUTION, STAGE, KEY = "hamlet.execution", "hamlet.stage", "hamlet.key"
 PARENT = "mlflow.parentRunId"
 BATCH = 1000  # metrics in one call; of params and tags MLflow takes a hundred
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -23,9 +24,11 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from hamlet.artifacts import sha256_json
+from hamlet.tracking.processes import GRACE_SECONDS, is_dead
 from hamlet.tracking.store import repo_root
 
 FOLDER = "mlflow.db.unsent"
+PROCESS = "hamlet.process"
 KEEP_DAYS = 14  # an unfinished run that nobody went on with
 
 
@@ -136,6 +139,9 @@ class Journal:
 def open_journal(stage: str, work: Any) -> Journal:
     """The journal of a stage's work: one that a dead process left unfinished, else a new one.
 
+    If another execution has it, this one gets a new one; if whoever has it is about to let it go,
+    this one waits for that: what a killed `dvc` left, or who sends what a killed stage logged.
+
     Args:
         work: what the run is about, as JSON; only a run of equal work is gone on with.
     """
@@ -145,6 +151,8 @@ def open_journal(stage: str, work: Any) -> Journal:
             root.mkdir(exist_ok=True)
             for place in (name, f"{name}-{os.getpid()}-{uuid.uuid4().hex[:6]}"):
                 journal = _locked(root / place)
+                if journal is None:
+                    journal = _awaited(root / place, stage)
                 if journal is not None and journal.finished:  # it only waits to be sent
                     journal.put_aside()
                     journal = _locked(root / place)
@@ -170,6 +178,33 @@ def _locked(folder: Path) -> Journal | None:
         return None
     folder.mkdir(exist_ok=True)
     return Journal(folder, lock)
+
+
+def _awaited(folder: Path, stage: str) -> Journal | None:
+    """The journal that somebody is about to let go, once that is done; None if nobody is."""
+    journal, began, told = None, time.monotonic(), False
+    while journal is None and _let_go(folder) and time.monotonic() < began + 2 * GRACE_SECONDS:
+        if not told and time.monotonic() > began + 1.0:
+            told = True
+            what = f"{stage}: waiting for what a killed dvc left running to end"
+            print(what, file=sys.stderr, flush=True)
+        time.sleep(0.1)
+        journal = _locked(folder)
+    return journal
+
+
+def _let_go(folder: Path) -> bool:
+    """Whether who has the journal of this folder will not have it for long."""
+    try:
+        lines = (folder / "events.jsonl").read_bytes().splitlines()
+    except OSError:
+        return False
+    for line in reversed(lines):
+        with suppress(ValueError):
+            event = json.loads(line)
+            if header := event.get("resume") or event.get("open"):
+                return is_dead(header["tags"].get(PROCESS, "")) or is_dead(header["dvc"] or "")
+    return False
 
 
 def waiting() -> Iterator[Journal]:

@@ -25,9 +25,9 @@ from pydantic import BaseModel
 
 from hamlet.artifacts import parse_yaml, write_json
 from hamlet.tracking import sender
-from hamlet.tracking.delivery import EXECUTION, PROCESS
-from hamlet.tracking.journal import Journal, open_journal
-from hamlet.tracking.processes import execution_key, identity
+from hamlet.tracking.delivery import EXECUTION
+from hamlet.tracking.journal import PROCESS, Journal, open_journal
+from hamlet.tracking.processes import dvc_identity, execution_key, identity
 from hamlet.tracking.store import experiment_name, tracking_uri
 
 RUNS_DIR = Path("artifacts/runs")
@@ -197,6 +197,7 @@ def _header(stage: str, params: BaseModel | None, started: int) -> dict[str, Any
         "params": _texts({key: dumped[key] for key in sections if key in dumped}),
         "inputs": _inputs(read),
         "tags": {**facts, PROCESS: identity()},
+        "dvc": dvc_identity(),
         "execution": {
             "key": execution_key(),
             "name": os.environ.get("DVC_EXP_NAME") or time.strftime("repro-%Y%m%d-%H%M%S"),

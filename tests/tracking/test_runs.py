@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -13,6 +14,7 @@ from tracked import ROOT, STAGE, children_of, parent_of, python
 
 from hamlet import tracking
 from hamlet.tracking import flatten, stage_run
+from hamlet.tracking.journal import PROCESS, open_journal
 
 
 def test_two_stages_share_a_parent_and_everything_is_logged(here, client, params, monkeypatch):
@@ -138,6 +140,29 @@ def test_a_killed_stage_that_runs_again_goes_on_in_its_run(here, client, monkeyp
     assert sorted(steps) == list(range(30))
     assert set(children_of(client, parent_of(client, "goes on"))) == {"work"}
     assert children_of(client, parent_of(client, "goes on"))["work"].info.run_id == run_id
+
+
+@pytest.mark.parametrize("ends", [None, "dvc", "process"])
+def test_a_run_that_is_about_to_be_let_go_is_waited_for(here, ends):
+    """What a killed dvc left is ending, or somebody sends what a killed stage logged: not a second
+    run of one training. A living execution is not waited for."""
+    gone = subprocess.Popen([sys.executable, "-c", "pass"], stdin=subprocess.PIPE)
+    names = {"dvc": tracking.identity(), "process": tracking.identity()}
+    if ends:
+        names[ends] = tracking.identity(gone.pid)
+    gone.communicate()
+    held = open_journal("waited for", ends)
+    held.begin({"uri": "", "tags": {PROCESS: names["process"]}, "dvc": names["dvc"]})
+    letting_go = threading.Timer(0.5, held.close)
+    letting_go.start()
+    began = time.monotonic()
+    found = open_journal("waited for", ends)
+    waited = time.monotonic() - began
+    assert (found.folder == held.folder) == found.resumed == bool(ends)
+    assert (waited >= 0.4) == bool(ends)
+    letting_go.join()
+    for one in (found, open_journal("waited for", ends)):
+        one.close(remove=True)
 
 
 ORPHAN = """

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from hamlet.learning.train_prover import build_prover, prove_all
 from hamlet.proofs.closure import close
+from hamlet.proofs.data import Triple
 from hamlet.proofs.knowledge_base import Budget, build_knowledge_base
 from hamlet.proofs.search import find_proofs, follow, roomy
-from hamlet.proofs.trace import prove
+from hamlet.proofs.trace import ask, prove
 from hamlet.proofs.world import ProofWorld, WorldConfig
 from tests.proofs.helpers import all_atoms, consequences, graph_of, ids_of
 from tests.proofs.test_unify import ENTITIES, PREDICATES, knowledge_bases
@@ -115,3 +116,19 @@ def test_nothing_to_search(width):
     graph = graph_of(["p(a,b)"], ["p(X,Y) -> q(X,Y)"])
     kb = build_knowledge_base(graph, close(graph))
     assert find_proofs(kb, graph.splits["train"][:width]) == [None] * width
+
+
+def test_the_first_of_all_atoms_is_a_goal_like_any_other():
+    """Predicate 0 of entity 0 with itself is packed as 0. And what an answer looks like."""
+    graph = graph_of(
+        ["base(a,a)", "base(a,b)"], ["base(X,Y) -> above(X,Y)", "above(X,X) -> top(X,X)"]
+    )
+    assert ids_of(graph, Triple("above", "a", "a")).tolist() == [0, 0, 0]
+    world = ProofWorld(graph, close(graph, rounds=9), WorldConfig(), Budget(4, 4, 0))
+    answer, *rest = ask("top(a, X)", build_prover(world), world)
+    assert not rest
+    assert str(answer).splitlines()[1:] == [
+        "  top(a, a)  [by r1: above(X, X) -> top(X, X)]",
+        "    above(a, a)  [by r0: base(X, Y) -> above(X, Y)]",
+        "      base(a, a)  [fact]",
+    ]

@@ -240,3 +240,13 @@ def test_the_goal_with_the_fewest_matches_is_taken_first():
         assert chosen.item() == row[expected]
         left = [int(x) for i, x in enumerate(row) if i != expected]
         assert others[0].tolist() == left + rest.tolist(), goals
+
+
+def test_without_rules_a_fact_that_fits_is_certain():
+    graph = graph_of(["p(a, b)", "p(a, c)", "q(b, a)"], [])
+    kb = build_knowledge_base(graph, close(graph), Budget(4, 4, 0))
+    variable = len(graph.entities)
+    p, a = graph.predicates.index("p"), graph.entities.index("a")
+    goals = kb.pack(torch.tensor([[p, a, variable]]))
+    found = expand(kb, torch.cat([goals, goals.new_full((3,), -1)])[None], goals.new_tensor([-1]))
+    assert found.evidence[found.legal].tolist() == [0.0, 0.0]

@@ -77,6 +77,8 @@ def test_a_card_has_a_bar_for_every_meter_of_its_length_and_colour():
         left = MARGIN * 2 + TOWN.width * CELL + (agent // rows) * (CARD + MARGIN)
         top = HEADER + (agent % rows) * card_height
         assert tuple(seen[top + 4, left + 11]) == AGENTS[agent % len(AGENTS)]
+        doing = seen[top + 3 : top + 22, left + 30 : left + CARD]  # beside the disc
+        assert (doing != PAPER).any()
         start, end = left + 72, left + CARD - 46
         for row, level in enumerate(LEVELS):
             bar = seen[top + 30 + row * 17 + 5, start : end + 1]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
+import time
+from functools import cache
 from pathlib import Path
 
 import yaml
@@ -16,11 +20,20 @@ from hamlet.params import load_params
 ROOT = Path(__file__).parents[1]
 
 
-class Repo:
-    """A repository of its own, in which the real commands run."""
+WARM = Path(__file__).parent / "warm"
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+
+class Repo:
+    """A repository of its own, in which the real commands run.
+
+    What `run` runs is a fork of a process that has the libraries imported: see `warm/server.py`.
+
+    Args:
+        warm: False for what is about processes: each is then what it is for a user.
+    """
+
+    def __init__(self, path: Path, warm: bool = True) -> None:
+        self.path, self.warm = path, warm
         self.artifacts = path / "artifacts"
         # What a shell in the activated environment has, without what this test run adds.
         drop = ("PYTEST_", "MLFLOW_", "DVC_", "HAMLET_", "PYTHONPATH")
@@ -34,8 +47,11 @@ class Repo:
 
     def run(self, *command: str, check: bool = True, **options) -> subprocess.CompletedProcess:
         """Run a command here; its output is text."""
+        env = warm(self.env) if self.warm else self.env
+        if self.warm and command[0] == sys.executable:
+            command = ("python", *command[1:])
         done = subprocess.run(
-            command, cwd=self.path, env=self.env, capture_output=True, text=True, **options
+            command, cwd=self.path, env=env, capture_output=True, text=True, **options
         )
         if check and done.returncode:
             raise AssertionError(f"{' '.join(command)}: {done.returncode}\n{tail(done)}")
@@ -68,6 +84,35 @@ class Repo:
         text, count = re.subn(pattern, rf"\g<1>{value}", path.read_text())
         assert count == 1, f"{section}.{key} is not in params.yaml"
         path.write_text(text)
+
+
+def warm(env: dict[str, str]) -> dict[str, str]:
+    """An environment in which `python` and `dvc` are asked of this process's warm server."""
+    if not hasattr(os, "pidfd_open"):  # other systems than Linux
+        return env
+    path = f"{WARM / 'bin'}{os.pathsep}{env['PATH']}"
+    return {**env, "PATH": path, "HAMLET_WARM": str(warm_server())}
+
+
+@cache
+def warm_server() -> Path:
+    """Start the server; it ends with this process."""
+    address = Path(tempfile.mkdtemp(prefix="hamlet-warm-")) / "socket"
+    server = subprocess.Popen(
+        [sys.executable, WARM / "server.py", address], stdin=subprocess.PIPE, cwd="/"
+    )
+
+    def end() -> None:
+        server.communicate()
+        shutil.rmtree(address.parent)
+
+    atexit.register(end)
+    until = time.monotonic() + 120
+    while not address.exists():
+        assert server.poll() is None, "the warm server ended"
+        assert time.monotonic() < until, "the warm server did not start"
+        time.sleep(0.05)
+    return address
 
 
 def tail(done: subprocess.CompletedProcess) -> str:

@@ -88,7 +88,8 @@ def reader(tiny, tmp_path_factory) -> Repo:
     bin_ = folder / "bin"
     bin_.mkdir()
     command = bin_ / "hamlet"
-    command.write_text(f"#!{sys.executable}\nfrom hamlet.cli import app\napp()\n")
+    code = "from hamlet.cli import app; app(prog_name='hamlet')"
+    command.write_text(f'#!/bin/sh\nexec python -c "{code}" "$@"\n')
     command.chmod(command.stat().st_mode | stat.S_IEXEC)
     repo.env["PATH"] = f"{bin_}{os.pathsep}{repo.env['PATH']}"
     return repo

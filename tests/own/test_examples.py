@@ -15,6 +15,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from copied_repo import warm
 from own_worlds import Counting
 
 from hamlet.artifacts import HamletError
@@ -53,8 +54,8 @@ def here(tmp_path, monkeypatch):
 def hamlet(*arguments, cwd, **options):
     code = "from hamlet.cli import app; app(prog_name='hamlet')"
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=cwd, env=environment(), capture_output=True, text=True, check=False, **options,
+        ["python", "-c", code, *arguments],
+        cwd=cwd, env=warm(environment()), capture_output=True, text=True, check=False, **options,
     )  # fmt: skip
 
 
@@ -156,8 +157,9 @@ def test_an_example_runs_to_a_registered_and_served_agent(example, tmp_path):
         f"seed: 0\nworld: {{make: 'python:world.make'}}\n{sections}\n"
     )
     done = subprocess.run(
-        ["dvc", "repro"], cwd=folder, env=environment(), capture_output=True, text=True, check=False
-    )
+        ["dvc", "repro"], cwd=folder, env=warm(environment()),
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "tiny version 1 is the champion" in done.stdout
     ran = re.findall(r"^Running stage '(\w+)'", done.stdout, re.M)

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import psutil
@@ -248,17 +249,17 @@ def test_nonsense_instead_of_http(server, witness):
 def test_slow_clients_are_answered_408_and_hold_nobody_up(server, seen, witness):
     """A body, and headers, of which one byte comes now and then; meanwhile others are served."""
     raw = json_request(seen[0], sequence_id="slow", sequence_start=True)
-    for data in (raw[:-1], raw[:60], b"POST /act HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"):
-        got: list[bytes] = []
-        client = threading.Thread(target=lambda d=data, g=got: g.append(talk_raw(server, d)))
-        client.start()
-        while client.is_alive():
+    slow = (raw[:-1], raw[:60], b"POST /act HTTP/1.1\r\nContent-Length: 9\r\n\r\n{")
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(talk_raw, server, data) for data in slow]
+        while not all(answer.done() for answer in answers):
             began = time.monotonic()
             assert server.ask("GET", "/v2/health/live").status == 200
             assert time.monotonic() - began < 5
             time.sleep(0.2)
-        head_came = b"\r\n\r\n" in data
-        assert got[0].startswith(b"HTTP/1.1 408") if head_came else got[0] == b""
+    for data, answer in zip(slow, answers):
+        got = answer.result()
+        assert got.startswith(b"HTTP/1.1 408") if b"\r\n\r\n" in data else got == b""
 
 
 def test_sessions_unknown_foreign_ended_twice(server, seen, witness):

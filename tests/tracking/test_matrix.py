@@ -11,6 +11,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,7 +72,7 @@ class Case(NamedTuple):
 def small_repo(path: Path, port: int, store_name: str) -> tuple[Repo, str]:
     """A repository of two stages, and the URI at which its runs should be found."""
     path.mkdir()
-    repo = Repo(path)
+    repo = Repo(path, warm=False)
     repo.env["PYTHONPATH"] = str(ROOT)
     given, expected = {
         "default": (None, f"sqlite:///{path / 'mlflow.db'}"),
@@ -93,19 +94,21 @@ def small_repo(path: Path, port: int, store_name: str) -> tuple[Repo, str]:
 
 
 def queue(repo: Repo) -> None:
-    """Two experiments by two workers, until both are done."""
+    """Two experiments by two workers, until both are done. Who only asks need not be a process."""
+    asking = Repo(repo.path)
+    asking.env = repo.env
     for seed in (14, 15):
         name = f"queued-{seed}"
-        repo.run("dvc", "exp", "run", "-q", "--queue", "--name", name, "-S", f"seed={seed}")
+        asking.run("dvc", "exp", "run", "-q", "--queue", "--name", name, "-S", f"seed={seed}")
     repo.run("dvc", "queue", "start", "-q", "-j", "2")
     until = time.monotonic() + 180
     try:
-        while (status := repo.run("dvc", "queue", "status").stdout).count("Success") < 2:
+        while (status := asking.run("dvc", "queue", "status").stdout).count("Success") < 2:
             assert "Failed" not in status
             assert time.monotonic() < until, status
             time.sleep(1)
     finally:
-        repo.run("dvc", "queue", "stop", "--kill", check=False)
+        asking.run("dvc", "queue", "stop", "--kill", check=False)
 
 
 def run_modes(repo: Repo) -> tuple[dict[str, float], str]:
@@ -130,24 +133,30 @@ def run_modes(repo: Repo) -> tuple[dict[str, float], str]:
     return seconds, said
 
 
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory) -> Iterator[dict[str, Case]]:
-    """All of the matrix. The dead server is back at the end, and one more stage sees that."""
-    folder = tmp_path_factory.mktemp("matrix")
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    found = {}
-    for name in STORES[:3]:
-        repo, uri = small_repo(folder / name, port, name)
-        found[name] = Case(repo, uri, *run_modes(repo))
-    dead = found["dead"].repo
-    with mlflow_server(port, folder / "served"):
-        repo, uri = small_repo(folder / "server", port, "server")
-        found["server"] = Case(repo, uri, *run_modes(repo))
-        dead.env["MODE"] = "later"
-        dead.run("dvc", "repro", "--force", "--single-item", "two")
-        yield found
+        return free.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory) -> Iterator[dict[str, Case]]:
+    """All of the matrix, the stores side by side, for most of it is waiting. The dead server is
+    back at the end, and one more stage sees that."""
+    folder = tmp_path_factory.mktemp("matrix")
+    dead, living = free_port(), free_port()
+
+    def case(name: str) -> Case:
+        repo, uri = small_repo(folder / name, dead if name == "dead" else living, name)
+        return Case(repo, uri, *run_modes(repo))
+
+    with mlflow_server(living, folder / "served"), ThreadPoolExecutor() as pool:
+        found = dict(zip(STORES, pool.map(case, STORES)))
+        repo = found["dead"].repo
+        repo.env["MODE"] = "later"
+        with mlflow_server(dead, folder / "served late"):
+            repo.run("dvc", "repro", "--force", "--single-item", "two")
+            yield found
 
 
 def executions(case: Case, experiment: str) -> list[tuple[Any, dict[str, Any]]]:

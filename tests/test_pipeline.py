@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from copied_repo import Repo
+from copied_repo import Repo, warm
 
 from hamlet.artifacts import sha256_file
 from stages.dependencies import NEUTRAL, module_of, sources
@@ -450,8 +450,9 @@ def test_interrupted_training_resumes_to_the_same_bytes(copy, stage, number):
     copy.run(*command)  # dvc repro trains on two ranks, which round differently
     expected = [sha256_file(path) for path in outputs(copy, stage)]
     with subprocess.Popen(
-        command, cwd=copy.path, env=copy.env, stderr=subprocess.PIPE, text=True
-    ) as process:
+        ["python", *command[1:]], cwd=copy.path, env=warm(copy.env), stderr=subprocess.PIPE,
+        text=True,
+    ) as process:  # fmt: skip
         until = time.monotonic() + 120
         while not list((copy.path / "checkpoints").glob(f"{stage}-*/checkpoint.pt")):
             assert process.poll() is None, process.stderr.read()

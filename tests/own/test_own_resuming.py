@@ -6,13 +6,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
+from copied_repo import warm
 from own_worlds import Counting, Plain
 from test_own_learning import recorded
 
@@ -190,10 +190,10 @@ def test_an_interrupted_stage_says_what_is_kept_and_goes_on(tmp_path):
     (tmp_path / ".dvc").mkdir()
     drop = ("PYTEST_", "MLFLOW_", "DVC_", "HAMLET_")
     env = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
-    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = warm(env | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
 
     def own(stage, **options):
-        command = [sys.executable, "-c", EAGER, "own", stage]
+        command = ["python", "-c", EAGER, "own", stage]
         return subprocess.Popen(
             command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             text=True, **options,

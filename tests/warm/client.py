@@ -14,7 +14,8 @@ def main() -> None:
         for path in os.environ.get("PYTHONPATH", "").split(os.pathsep)
     )
     server = socket.socket(socket.AF_UNIX)
-    known = words[0] == "dvc" or (words[1:] and (words[1] in ("-m", "-c") or words[1][0] != "-"))
+    plain = words[1:3] != ["-u", "-m"] and words[1:2] not in (["-m"], ["-c"])
+    known = words[0] == "dvc" or not plain or (words[1:] and words[1][0] != "-")
     try:
         if hooked or not known:
             raise OSError

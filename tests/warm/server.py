@@ -45,6 +45,7 @@ LIBRARIES = (
 STAGE = re.compile(r"(python -m|hamlet) [\w.]+( [\w./=-]+)*")
 HAMLET = "from hamlet.cli import app; app(prog_name='hamlet')"
 LENGTH = 8
+PYTHON = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bin", "python")
 
 
 def serve(path: str) -> None:
@@ -161,6 +162,7 @@ def enter(folder: str, environment: Mapping[str, str]) -> None:
         with open("/proc/self/stat") as stat:
             started = stat.read().rpartition(")")[2].split()[19]
         os.environ["HAMLET_EXECUTION"] = f"{socket.gethostname()} {os.getpid()} {started}"
+    sys.executable = PYTHON  # what this process starts is asked for too
     given = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [*given, *INSTALLED]
     sys.path_importer_cache.clear()
@@ -169,7 +171,7 @@ def enter(folder: str, environment: Mapping[str, str]) -> None:
 def python(words: Sequence[str]) -> NoReturn:
     """As the interpreter would: -m MODULE, -c CODE or a file, with arguments."""
     sys.orig_argv = [sys.executable, *words]
-    kind, *rest = words
+    kind, *rest = words[1:] if words[0] == "-u" else words
     if kind == "-m":
         sys.path.insert(0, os.getcwd())
         sys.argv = rest

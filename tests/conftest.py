@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import random
 import shutil
@@ -22,6 +23,7 @@ settings.load_profile("any machine")
 WORKER = os.environ.get("PYTEST_XDIST_WORKER")
 if WORKER:  # side by side, processes that each take all cores wait for one another
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    atexit.register(os._exit, 0)  # runs last: to free what a worker has imported takes ten seconds
 
 
 APART = {"tests/test_pipeline.py", "tests/test_torchrun.py"}

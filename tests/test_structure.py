@@ -86,6 +86,10 @@ BORROWED: dict[tuple[str, str], str] = {
     ("_exit", "pipeline/learning/engines.py"): "os._exit is public: a worker dies with its parent",
     ("_exit", "pipeline/tracking/processes.py"): "os._exit is public: the last word to a process",
     ("_exit", "tests/mutation.py"): "os._exit is public: a fork must not run its parent's endings",
+    ("_exit", "tests/conftest.py"): "os._exit is public: nothing is left to be freed by hand",
+    ("_exit", "tests/warm/server.py"): "os._exit is public: a fork must not end as its parent does",
+    ("_shutdown", "tests/warm/server.py"): "what Python does at its end, done in a fork",
+    ("_run_exitfuncs", "tests/warm/server.py"): "what Python does at its end, done in a fork",
     ("_get_registry_client", "pipeline/serving/source.py"): ENGINE,
     ("_start_asgi_task", "pipeline/serving/connection.py"): (
         "uvicorn has no public way to answer the next of several requests sent at once"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,27 +19,45 @@ from hamlet.serving.agent import OnnxAgent
 CHAMPION = "models:/hamlet-agent@champion"
 
 
-@pytest.fixture
-def registry(agent, other, tmp_path, monkeypatch):
+@contextmanager
+def inside(folder: Path) -> Iterator[None]:
+    """Work in a repository as a stage of one execution does."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "MLFLOW_RUN_ID", "DVC_ROOT"):
+            patch.delenv(name, raising=False)
+        patch.setenv("HAMLET_EXECUTION", "once")
+        patch.chdir(folder)
+        yield
+
+
+@pytest.fixture(scope="module")
+def filled(agent, other, tmp_path_factory) -> Path:
     """A repository whose registry holds two agents: 1 is `agent`, 2 `other`, the champion 1."""
     pytest.importorskip("mlflow")
     from hamlet import tracking
     from hamlet.registry import Candidate, Cases, log_model
 
-    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "MLFLOW_RUN_ID", "DVC_ROOT"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HAMLET_EXECUTION", "once")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / ".dvc").mkdir()
-    with tracking.stage_run("register") as run:
-        assert run.flush(60)
-        for path in (agent, other):
-            cases = Cases("return", "", [])
-            candidate = Candidate(tracking.MODEL, path, check_card(path), {}, [], cases, {})
-            log_model(run, candidate)
-    client = tracking.client()
-    client.set_registered_model_alias("hamlet-agent", "champion", "1")
-    return client
+    folder = tmp_path_factory.mktemp("registry")
+    (folder / ".dvc").mkdir()
+    with inside(folder):
+        with tracking.stage_run("register") as run:
+            assert run.flush(60)
+            for path in (agent, other):
+                cases = Cases("return", "", [])
+                candidate = Candidate(tracking.MODEL, path, check_card(path), {}, [], cases, {})
+                log_model(run, candidate)
+        tracking.client().set_registered_model_alias("hamlet-agent", "champion", "1")
+    return folder
+
+
+@pytest.fixture
+def registry(filled, tmp_path):
+    """A client of a copy of it, the working directory."""
+    from hamlet import tracking
+
+    shutil.copytree(filled, tmp_path / "copy")
+    with inside(tmp_path / "copy"):
+        yield tracking.client()
 
 
 def environment() -> dict[str, str]:
@@ -62,8 +82,7 @@ def test_the_alias_moves_and_sessions_stay(registry, agent, other, seen):
         assert server.tick(seen[1], "new").json["model_version"] == "2"
 
 
-def test_sessions_outlive_the_registry(registry, seen):
-    """An alias that points nowhere, then a registry that is no database any more."""
+def test_sessions_outlive_the_alias(registry, seen):
     with Served(CHAMPION, env=environment()) as server:
         server.first("loaded")
         assert server.tick(seen[0], "old", sequence_start=True).json["model_version"] == "1"
@@ -71,6 +90,13 @@ def test_sessions_outlive_the_registry(registry, seen):
         assert "is not to be had" in server.wait("not loaded", 60)["error"]
         assert server.tick(seen[2], "old").status == 200
         assert server.ask("GET", "/v2/health/ready").status == 200
+
+
+def test_sessions_outlive_the_registry(registry, seen):
+    """The registry is no database any more, then it is back and names the other agent."""
+    with Served(CHAMPION, env=environment()) as server:
+        server.first("loaded")
+        assert server.tick(seen[0], "old", sequence_start=True).json["model_version"] == "1"
         Path("mlflow.db").rename("away.db")
         assert "mlflow.db is missing" in server.wait("not loaded", 60)["error"]
         Path("mlflow.db").write_bytes(b"nonsense" * 1000)
@@ -78,14 +104,10 @@ def test_sessions_outlive_the_registry(registry, seen):
         assert server.tick(seen[3], "old").status == 200
         assert server.tick(seen[0], "newest", sequence_start=True).status == 200
 
-        # It comes back, with the other agent.
         registry._tracking_client.store.engine.dispose()
         shutil.copy("away.db", "mended.db")
         with sqlite3.connect("mended.db") as database:
-            database.execute(
-                "INSERT INTO registered_model_aliases (alias, version, name) "
-                "VALUES ('champion', 2, 'hamlet-agent')"
-            )
+            database.execute("UPDATE registered_model_aliases SET version = 2")
         os.replace("mended.db", "mlflow.db")
         server.wait("loaded", 60)
         assert server.tick(seen[0], "last", sequence_start=True).json["model_version"] == "2"

@@ -26,8 +26,8 @@ if WORKER:  # side by side, processes that each take all cores wait for one anot
     atexit.register(os._exit, 0)  # runs last: to free what a worker has imported takes ten seconds
 
 
-APART = {"tests/test_pipeline.py", "tests/test_torchrun.py"}
-"""Their tests share no more than the tiny pipeline: any worker takes any of them."""
+APART = ("tests/test_torchrun.py", "tests/test_pipeline.py")
+"""Their tests share no more than the tiny pipeline: any worker takes any of them, in this order."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -39,9 +39,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     apart = {path for path in needing if f"tests/{path.name}" in APART}
     first = max(needing - apart, key=lambda path: (tests[path], path), default=None)
 
-    def place(item: pytest.Item) -> tuple[bool, bool, bool, int, Path]:
+    def place(item: pytest.Item) -> tuple[bool, bool, int, int, Path]:
         path = item.path
-        return path != first, path in needing, path in apart, -tests[path], path
+        spread = 1 + APART.index(f"tests/{path.name}") if path in apart else 0
+        return path != first, path in needing, spread, -tests[path], path
 
     items.sort(key=place)
 

@@ -309,3 +309,27 @@ def test_only_what_was_learned_or_given_is_saved(mind, shape):
     ):
         learned = {name for name, _ in module.named_parameters()}
         assert set(module.state_dict()) == learned | buffers
+
+
+def test_d_takes_rows_in_any_order_of_dimensions(mind, moment, shape):
+    """[ticks, slots, .] of a rollout says what the same rows say one after the other."""
+    obs, state = moment
+    *_, f = mind.sense(obs, state)
+    policy, size = mind.policy, (WORLDS, shape.num_agents)
+    prior = policy.prior_logits(f)
+    candidates = prior.topk(3, -1).indices
+    rng = torch.Generator().manual_seed(1)
+    returns, confidence = torch.rand(2, len(prior), 3, generator=rng)
+    kinds = {
+        "prior": (policy.prior_logits, f),
+        "ended": (policy.goal_ended, f.known_state, state.goal, state.goal_age),
+        "weighed": (policy.goal_logits, prior, candidates, returns, confidence),
+        "acting": (policy.action_logits, f, state.goal),
+    }
+    for name, (of, *given) in kinds.items():
+        nested = [
+            Features(*(y.unflatten(0, size) for y in x)) if isinstance(x, Features)
+            else x.unflatten(0, size)
+            for x in given
+        ]  # fmt: skip
+        torch.testing.assert_close(of(*nested).flatten(0, 1), of(*given), msg=name)

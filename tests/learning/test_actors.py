@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -94,6 +95,32 @@ def test_an_actor_that_dies_is_one_line():
     finally:
         actors.close()
     assert not any(process.is_alive() for process in actors.processes)
+
+
+@pytest.mark.parametrize(
+    ("ending", "told"),
+    [
+        (lambda: sys.exit(3), "actor 0 of 1 ended with exit code 3"),
+        (lambda: sys.exit(0), "actor 0 of 1 ended with exit code 0"),
+        (lambda: os.kill(os.getpid(), signal.SIGTERM), "actor 0 of 1 ended by SIGTERM"),
+    ],
+)
+def test_how_an_actor_ended_is_told(ending, told):
+    """Its pipe may be closed a moment before it has ended."""
+    context = multiprocessing.get_context("fork")
+    hear, rollouts = context.Pipe(duplex=False)
+
+    def end():
+        rollouts.close()
+        time.sleep(0.3)
+        ending()
+
+    actors = object.__new__(Actors)
+    actors.heard, actors.processes = [hear], [context.Process(target=end, name="actor 0")]
+    actors.processes[0].start()
+    rollouts.close()
+    with pytest.raises(HamletError, match=told):
+        actors.receive()
 
 
 @pytest.mark.slow

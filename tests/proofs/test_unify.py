@@ -244,7 +244,9 @@ def test_the_goal_with_the_fewest_matches_is_taken_first():
 
 def test_without_rules_a_fact_that_fits_is_certain():
     graph = graph_of(["p(a, b)", "p(a, c)", "q(b, a)"], [])
-    kb = build_knowledge_base(graph, close(graph), Budget(4, 4, 0))
+    closure = close(graph)
+    assert closure.evidence.dtype == closure.rule_evidence.dtype == torch.float32
+    kb = build_knowledge_base(graph, closure, Budget(4, 4, 0))
     variable = len(graph.entities)
     p, a = graph.predicates.index("p"), graph.entities.index("a")
     goals = kb.pack(torch.tensor([[p, a, variable]]))

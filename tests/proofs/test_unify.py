@@ -252,3 +252,20 @@ def test_without_rules_a_fact_that_fits_is_certain():
     goals = kb.pack(torch.tensor([[p, a, variable]]))
     found = expand(kb, torch.cat([goals, goals.new_full((3,), -1)])[None], goals.new_tensor([-1]))
     assert found.evidence[found.legal].tolist() == [0.0, 0.0]
+
+
+def test_room_is_made_for_what_usually_fits():
+    """For nearly all groups of facts that share a predicate and an entity: at least 4, at most 64;
+    and for three goals more than the longest body has."""
+
+    def budget(heads: int, tails: int, rules=()):
+        facts = [f"p(h{i}, t{j})" for i in range(heads) for j in range(tails)]
+        graph = graph_of(facts, list(rules))
+        return build_knowledge_base(graph, close(graph)).budget
+
+    assert budget(1, 1) == Budget(4, 4, 4)
+    assert budget(2, 6) == Budget(4, 6, 4)
+    assert budget(2, 70) == Budget(4, 64, 4)
+    assert budget(1, 9).facts == 4  # one large group of ten is not usual
+    assert budget(2, 6, ["p(X,Y), p(Z,Y) -> q(X,Z)"]) == Budget(5, 6, 4)
+    assert budget(2, 6, ["p(X,Y) -> q(X,Y)"]) == Budget(4, 6, 6)

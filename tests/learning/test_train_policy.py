@@ -26,6 +26,7 @@ from hamlet.learning.policy_losses import IMITATING
 from hamlet.learning.train_policy import (
     driven_worlds,
     episode_scores,
+    goal_targets,
     train_policy,
 )
 from hamlet.modules.contracts import TownShape
@@ -285,3 +286,21 @@ def test_what_imitation_left_is_kept_though_reinforcement_goes_on_after_an_inter
     # The rate of imitation falls to its own end, so both imitated alike.
     assert all(torch.equal(expected[name], imitated[name]) for name in expected)
     assert any(not torch.equal(learned[name], imitated[name]) for name in learned)
+
+
+def test_a_place_is_for_the_meter_that_a_whole_use_restores_most():
+    pack = load_pack("l4_contention")
+
+    def target(duration, **effects):
+        place = pack.affordances[0].model_copy(update={"duration": duration, **effects})
+        changed = pack.model_copy(update={"affordances": (place, *pack.affordances[1:])})
+        targets = goal_targets(Town(changed, num_layouts=8))[0]
+        (meter,) = targets.nonzero().flatten().tolist()
+        assert targets[meter] == pytest.approx(0.95)
+        return pack.meter_names[meter]
+
+    mood, energy = {"mood": 0.3}, {"energy": 0.05}
+    assert target(4, effects_per_tick=energy, effects_on_completion=mood) == "mood"
+    assert target(7, effects_per_tick=energy, effects_on_completion=mood) == "energy"
+    both = mood | {"energy": 0.15}
+    assert target(4, effects_per_tick=energy, effects_on_completion=both) == "energy"

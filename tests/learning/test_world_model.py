@@ -170,6 +170,14 @@ def test_rules_are_learned_and_held_out_worlds_are_predicted(shape, lived, tmp_p
         lived, train, shape, LATENT, params, 5, tmp_path / "checkpoint.pt", Silent()
     )
     calibrate(model, lived, held_out, 5)
+    now = lived[:-1, 16:].flatten()
+    now = now[now["alive"]]
+    with torch.no_grad():
+        *_, disagreement, confidence, novel = model(*(now[key] for key in INPUTS))
+    usual, strange = disagreement.quantile(0.97), 1.01 * disagreement.max()
+    assert usual < model.novel_threshold < strange  # one of two hundred is
+    assert novel.float().mean() < 0.02
+    assert 0.6 < confidence.mean() < 0.9  # at the mean error exp(-1/4)
     numbers = evaluate_world_model(model, lived, held_out, worlds, shape.num_meters, GAMMA, 5)
     assert numbers["meter_error_1_over_persistence"] < 0.5
     assert numbers["meter_error_15_over_persistence"] < 0.5

@@ -102,6 +102,11 @@ def test_the_choice_goes_by_the_validation_split_and_never_below_the_baseline(wo
     assert outcome["with"][1] > 0.1
     assert outcome["nothing"] == (0.0, 0.01)  # no gain: it may order what is tied, no more
     assert outcome["against"] == (0.0, 0.0)
+    kept = choice.state_dict()
+    resumed = Choice(world, build_prover(world))
+    resumed.load_state_dict(kept)
+    assert (resumed.best, resumed.label) == (choice.best, choice.label) != ((-1.0, 0.0, 0.0), {})
+    assert resumed.weights is kept["weights"]
 
 
 @pytest.mark.parametrize("rules", [["p(X,Y) -> q(Y,X)"], ["p(X,Y) -> q(Y,X)", "q(X,Y) -> p(Y,X)"]])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hamlet.artifacts import HamletError
+from hamlet.town import render_png
 
 SHORT = str(Path(__file__).parent / "short.yaml")
 INTERACT, WAIT, REST = 4, 5, 6
@@ -218,6 +219,15 @@ def play_zoo(env, seed=0, choose=lambda agent, observation: WAIT):
         observations, *rest = env.step(actions)
         found.append((list(actions), observations, *rest))
     return found
+
+
+def test_pettingzoo_env_draws_its_world_if_it_was_asked_to():
+    env = zoo_env(pack=SHORT, render_mode="rgb_array")
+    env.reset(seed=1)
+    assert np.array_equal(env.render(), np.asarray(render_png(env.town, env.world, 0)))
+    silent = zoo_env(pack=SHORT)
+    silent.reset(seed=1)
+    assert silent.render() is None
 
 
 @pytest.mark.parametrize("convention", ["pettingzoo", "rllib"])

@@ -46,6 +46,9 @@ def test_every_place_is_drawn_in_its_cell_and_pale_while_it_is_closed():
     empty = next(c for c in range(TOWN.width * TOWN.height) if c not in shot.cells and c > 0)
     x, y = empty % TOWN.width, empty // TOWN.width
     assert tuple(seen[HEADER + y * CELL + 30, MARGIN + x * CELL + 30]) == PAPER
+    for x in range(TOWN.width):  # lines between the cells, where no place covers them
+        bare = [y for y in range(TOWN.height) if y * TOWN.width + x not in shot.cells]
+        assert any(tuple(seen[HEADER + y * CELL + 30, MARGIN + x * CELL]) == TRACK for y in bare), x
 
 
 def test_who_is_alive_stands_in_its_cell():

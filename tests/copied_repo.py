@@ -88,7 +88,9 @@ class Repo:
 
 def warm(env: dict[str, str]) -> dict[str, str]:
     """An environment in which `python` and `dvc` are asked of this process's warm server."""
-    if not hasattr(os, "pidfd_open"):  # other systems than Linux
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError):  # other systems than Linux
         return env
     path = f"{WARM / 'bin'}{os.pathsep}{env['PATH']}"
     return {**env, "PATH": path, "HAMLET_WARM": str(warm_server())}

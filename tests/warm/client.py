@@ -14,8 +14,8 @@ def main() -> None:
         for path in os.environ.get("PYTHONPATH", "").split(os.pathsep)
     )
     server = socket.socket(socket.AF_UNIX)
-    plain = words[1:3] != ["-u", "-m"] and words[1:2] not in (["-m"], ["-c"])
-    known = words[0] == "dvc" or not plain or (words[1:] and words[1][0] != "-")
+    code = words[1:3] == ["-u", "-m"] or words[1:2] in (["-m"], ["-c"])
+    known = words[0] == "dvc" or code or (words[1:] and words[1][0] != "-")
     try:
         if hooked or not known:
             raise OSError

@@ -161,8 +161,8 @@ def test_a_run_that_is_about_to_be_let_go_is_waited_for(here, ends):
     assert (found.folder == held.folder) == found.resumed == bool(ends)
     assert (waited >= 0.4) == bool(ends)
     letting_go.join()
-    for one in (found, open_journal("waited for", ends)):
-        one.close(remove=True)
+    found.close(remove=True)
+    open_journal("waited for", ends).close(remove=True)
 
 
 ORPHAN = """

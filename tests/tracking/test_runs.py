@@ -142,24 +142,32 @@ def test_a_killed_stage_that_runs_again_goes_on_in_its_run(here, client, monkeyp
     assert children_of(client, parent_of(client, "goes on"))["work"].info.run_id == run_id
 
 
-@pytest.mark.parametrize("ends", [None, "dvc", "process"])
+@pytest.mark.parametrize("ends", [None, "dvc", "process", "who began it"])
 def test_a_run_that_is_about_to_be_let_go_is_waited_for(here, ends):
     """What a killed dvc left is ending, or somebody sends what a killed stage logged: not a second
     run of one training. A living execution is not waited for."""
     gone = subprocess.Popen([sys.executable, "-c", "pass"], stdin=subprocess.PIPE)
-    names = {"dvc": tracking.identity(), "process": tracking.identity()}
-    if ends:
-        names[ends] = tracking.identity(gone.pid)
+    living, dead = tracking.identity(), tracking.identity(gone.pid)
     gone.communicate()
+
+    def header(who):
+        process, dvc = (dead if who == name else living for name in ("process", "dvc"))
+        return {"uri": "", "tags": {PROCESS: process}, "dvc": dvc}
+
+    waits = ends in ("dvc", "process")
+    if ends == "who began it":  # long ago; who goes on with it lives
+        begun = open_journal("waited for", ends)
+        begun.begin(header("process"))
+        begun.close()
     held = open_journal("waited for", ends)
-    held.begin({"uri": "", "tags": {PROCESS: names["process"]}, "dvc": names["dvc"]})
+    held.begin(header(ends))
     letting_go = threading.Timer(0.5, held.close)
     letting_go.start()
     began = time.monotonic()
     found = open_journal("waited for", ends)
     waited = time.monotonic() - began
-    assert (found.folder == held.folder) == found.resumed == bool(ends)
-    assert (waited >= 0.4) == bool(ends)
+    assert (found.folder == held.folder) == found.resumed == waits
+    assert (waited >= 0.4) == waits
     letting_go.join()
     found.close(remove=True)
     open_journal("waited for", ends).close(remove=True)

@@ -26,6 +26,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from types import ModuleType
 from typing import Any, NoReturn
 
 LIBRARIES = (
@@ -179,6 +180,7 @@ def python(words: Sequence[str]) -> NoReturn:
     elif kind == "-c":
         sys.path.insert(0, "")
         sys.argv = ["-c", *rest[1:]]
+        sys.modules["__main__"] = ModuleType("__main__")  # not this file's names
         exec(compile(rest[0], "<string>", "exec"), vars(sys.modules["__main__"]))
     else:
         sys.path.insert(0, os.path.dirname(os.path.abspath(kind)))
@@ -231,7 +233,8 @@ def execv(path: str, words: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    INSTALLED = [path for path in sys.path[1:] if path not in os.environ.get("PYTHONPATH", "")]
+    ADDED = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    INSTALLED = [path for path in sys.path[1:] if path not in ADDED]
     for library in LIBRARIES:
         with suppress(ImportError):
             __import__(library)

@@ -9,15 +9,11 @@ import sys
 
 def main() -> None:
     words = [os.path.basename(sys.argv[1]), *sys.argv[2:]]
-    hooked = any(
-        os.path.exists(os.path.join(path, "sitecustomize.py"))
-        for path in os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    )
     server = socket.socket(socket.AF_UNIX)
     code = words[1:3] == ["-u", "-m"] or words[1:2] in (["-m"], ["-c"])
     known = words[0] == "dvc" or code or (words[1:] and words[1][0] != "-")
     try:
-        if hooked or not known:
+        if not known:
             raise OSError
         server.connect(os.environ["HAMLET_WARM"])
     except (OSError, KeyError):

@@ -20,6 +20,7 @@ import runpy
 import selectors
 import shlex
 import signal
+import site
 import socket
 import sys
 import threading
@@ -172,6 +173,8 @@ def enter(folder: str, environment: Mapping[str, str]) -> None:
 def python(words: Sequence[str]) -> NoReturn:
     """As the interpreter would: -m MODULE, -c CODE or a file, with arguments."""
     sys.orig_argv = [sys.executable, *words]
+    if "sitecustomize" not in sys.modules:  # else this process has been another command
+        site.execsitecustomize()
     kind, *rest = words[1:] if words[0] == "-u" else words
     if kind == "-m":
         sys.path.insert(0, os.getcwd())
@@ -238,6 +241,7 @@ if __name__ == "__main__":
     for library in LIBRARIES:
         with suppress(ImportError):
             __import__(library)
+    sys.modules.pop("sitecustomize", None)
     assert not {"hamlet", "stages"} & set(sys.modules)
     assert threading.active_count() == 1, threading.enumerate()
     gc.collect()

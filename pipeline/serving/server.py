@@ -52,7 +52,6 @@ def serve(
     state_file: Path | None = None,
     max_sessions: int = 10_000,
     session_ttl: float = 600.0,
-    poll: float = POLL_SECONDS,
     name: str | None = None,
     origins: tuple[str, ...] = (),
     drain: float = 0.0,
@@ -139,7 +138,7 @@ def serve(
             else:
                 closing.append(rpc)
                 log("serving grpc", port=taken)
-        background.append(asyncio.create_task(every(poll, watch.look)))
+        background.append(asyncio.create_task(every(POLL_SECONDS, watch.look)))
         background.append(asyncio.create_task(every(1.0, sweeper.sweep)))
         background.append(asyncio.create_task(every(SAVE_SECONDS, save)))
         gc.collect()

@@ -18,6 +18,11 @@ import numpy as np
 from benchmarks.serving import json_request
 
 INFER = "/v2/models/hamlet-agent/infer"
+POLL_SECONDS, SAVE_SECONDS = 0.2, 0.5  # of the servers here: so that no test waits for two
+SOONER = f"""
+from hamlet.serving import server
+server.POLL_SECONDS, server.SAVE_SECONDS = {POLL_SECONDS}, {SAVE_SECONDS}
+"""
 
 
 class Answer(NamedTuple):
@@ -50,7 +55,7 @@ class Served:
     def __init__(
         self, source: Path | str, *options: str, env: dict[str, str] | None = None, before: str = ""
     ) -> None:
-        code = f"{before}\nfrom hamlet.cli import app\napp()"
+        code = f"{before}\n{SOONER}\nfrom hamlet.cli import app\napp()"
         command = [sys.executable, "-c", code, "serve", str(source), "--port", "0", *options]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
         self.log: list[dict[str, Any]] = []

@@ -15,13 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pilot import request, tick
-from served import Served
+from served import SAVE_SECONDS, Served
 
 from hamlet.serving import saved
 from hamlet.serving.agent import OnnxAgent
 from hamlet.serving.engine import Engine
 from hamlet.serving.metrics import Metrics
-from hamlet.serving.server import SAVE_SECONDS
 
 
 def until_saved(file: Path) -> None:

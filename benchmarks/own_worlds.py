@@ -4,7 +4,8 @@
 
 A cell is a world, a player and a seed. `hamlet` is what `hamlet new` and `dvc repro` make, with the
 parameters that `hamlet new` writes: stages `world` to `agent` run in an empty folder, and the ONNX
-file plays. The others are in `benchmarks.own_worlds_peers`. Everyone gets TICKS ticks of the world,
+file plays. The others are in `benchmarks.own_worlds_peers`, and our own PPO without the stages in
+`benchmarks.own_worlds_ours`. Everyone gets TICKS ticks of the world,
 our random ones counted, sees the same scaled observations and plays the same 200 held-out episodes
 with actions drawn from its odds.
 
@@ -42,8 +43,10 @@ MARGIN = 0.05  # by which our mean may lie below another's
 CLEARLY = 0.1  # by which it must lie above the feed-forward one where much is hidden
 OURS, RANDOM = "hamlet", "random"
 THEIRS = ("sb3_ppo", "sb3_recurrent_ppo")
-FEED_FORWARD = "hamlet_without_a"
-PLAYERS = (OURS, FEED_FORWARD, *THEIRS)
+FEED_FORWARD, STACKED = "hamlet_without_a", "hamlet_stacked"
+END_TO_END = "hamlet_end_to_end"
+WITHOUT_STAGES = (FEED_FORWARD, STACKED, END_TO_END)
+PLAYERS = (OURS, *WITHOUT_STAGES, *THEIRS)
 
 
 class Game(NamedTuple):
@@ -165,29 +168,37 @@ def trained(player: str, params: Any, several: bool) -> tuple[Callable[[], Any],
 def trained_peer(player: str, params: Any, random_ticks: int) -> tuple[Callable[[], Any], int]:
     """As `trained`, of the others: they see the world scaled by the random data. It is lent to
     Stable-Baselines3 and counts for our own."""
-    from benchmarks import own_worlds_peers as peers
+    from benchmarks import own_worlds_ours as ours
     from hamlet.own import paths
     from hamlet.own.data import held_out, read_data
     from hamlet.own.running import Running
     from hamlet.own.stages import LEARNING
     from hamlet.plain.senses import Senses, statistics_of
-    from hamlet.worlds.lanes import training_seeds
+    from hamlet.worlds.lanes import Lanes, training_seeds
 
     run: Any = Untracked()
     s = Running("peers", params, run)
     data, _ = read_data(paths.DATASET, s.world)
     own = {name: x[:, ~held_out(s.shape, x.shape[1])].flatten(0, 1) for name, x in data.items()}
-    senses = Senses(s.shape, statistics_of(s.shape, own, own["alive"]))
-    lanes = peers.open_lanes(
-        s.maker(), lambda: training_seeds(params.seed, LEARNING), params.world.longest
-    )
-    if player == FEED_FORWARD:
-        made, ticks = peers.train_feed_forward(lanes, senses, params.policy, params.seed)
-        policy = made.policy
-        return lambda: peers.FeedForward(policy, senses), random_ticks + ticks
-    theirs, ticks = peers.train_theirs(player, lanes, senses, TICKS, params.seed)
-    model = theirs.model
-    return lambda: peers.Theirs(model, senses), ticks
+    statistics = statistics_of(s.shape, own, own["alive"])
+    senses, seed = Senses(s.shape, statistics), params.seed
+
+    def lanes(count: int) -> Lanes:
+        return Lanes(s.maker(), count, training_seeds(seed, LEARNING), params.world.longest)
+
+    if player in THEIRS:
+        from benchmarks import own_worlds_peers as peers
+
+        theirs, ticks = peers.train_theirs(player, lanes, senses, TICKS, seed)
+        model = theirs.model
+        return lambda: peers.Theirs(model, senses), ticks
+    side = lanes(params.policy.lanes)
+    if player == END_TO_END:
+        fresh, ticks = ours.train_end_to_end(side, senses, statistics, params.policy, seed)
+    else:
+        fresh, ticks = ours.train_alone(player == STACKED, side, senses, params.policy, seed)
+    side.close()
+    return fresh, random_ticks + ticks
 
 
 def run_cell(world: str, player: str, seed: int) -> dict[str, Any]:
@@ -333,6 +344,8 @@ def missing(scores: Mapping[str, Mapping[int, float]]) -> list[str]:
 
 NAMES = {
     OURS: "our agent", FEED_FORWARD: "our PPO without A (feed-forward; not gated)",
+    STACKED: "our PPO on the last four observations (not gated)",
+    END_TO_END: "our PPO, A and D end to end (not gated)",
     "sb3_ppo": "SB3 PPO", "sb3_recurrent_ppo": "sb3-contrib RecurrentPPO",
 }  # fmt: skip
 

@@ -1,16 +1,14 @@
 """Who plays beside our agent in `benchmarks.own_worlds`: Stable-Baselines3 PPO and sb3-contrib
-RecurrentPPO with their defaults, and our own PPO without module A.
+RecurrentPPO with their defaults.
 
-All see what module D sees of the world: each field scaled by the random data (`plain.senses`), and
+They see what module D sees of the world: each field scaled by the random data (`plain.senses`), and
 an agent's index where there are several, one network playing all of them. Their rewards are divided
 by the running deviation of discounted returns, as ours are (VecNormalize). Needs the `bench` extra.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,14 +17,8 @@ from gymnasium.spaces import Box, Discrete
 from sb3_contrib import RecurrentPPO
 from stable_baselines3 import PPO
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
-from torch import Tensor
 
-from hamlet.modules.categorical import masked_logits
-from hamlet.own.params import PolicyParams
-from hamlet.own.train_policy import train_policy
-from hamlet.plain.policy import Policy
 from hamlet.plain.senses import Senses
-from hamlet.worlds.contract import World
 from hamlet.worlds.lanes import Lanes, Now
 
 # PPO's defaults are made for one environment. RecurrentPPO collects 128 ticks between updates: of
@@ -129,54 +121,3 @@ def train_theirs(
 def lanes_agents(env: SensedLanes) -> int:
     """Agents of each world: steps of Stable-Baselines3 in a tick of the world."""
     return env.lanes.shape.num_agents
-
-
-class Quiet:
-    """A `Log` that keeps nothing."""
-
-    def steps(self, total: int, start: int) -> Iterable[int]:
-        return range(start, total)
-
-    def record(self, step: int, metrics: dict[str, Tensor]) -> None:
-        pass
-
-
-class FeedForward:
-    """A policy that sees only the scaled observation, as a player."""
-
-    def __init__(self, policy: Policy, senses: Senses) -> None:
-        self.policy, self.senses = policy, senses
-        self.generator = torch.Generator().manual_seed(0)
-
-    @torch.no_grad()
-    def act(self, now: Now, cases: np.ndarray) -> np.ndarray:
-        """int64 [S] actions, drawn from their odds."""
-        seen = torch.from_numpy(sensed(self.senses, now.fields))
-        logits, _ = self.policy(seen, torch.zeros(len(seen), 0))
-        mask = torch.from_numpy(now.mask | ~now.alive[:, None])
-        odds = masked_logits(logits, mask).softmax(-1)
-        return torch.multinomial(odds, 1, generator=self.generator).squeeze(-1).numpy()
-
-
-def train_feed_forward(
-    lanes: Callable[[int], Lanes], senses: Senses, params: PolicyParams, seed: int
-) -> tuple[FeedForward, int]:
-    """Our PPO with the settings of our agent, but no belief; the player and its ticks."""
-
-    def perceive(*inputs: Tensor) -> tuple[Tensor, Tensor]:
-        *fields, _, belief = inputs
-        return senses(*fields), belief
-
-    side = lanes(params.lanes)
-    with TemporaryDirectory() as folder:
-        file = Path(folder) / "checkpoint.pt"
-        learned = train_policy(side, perceive, (senses.width, 0), params, seed, file, Quiet())
-    side.close()
-    return FeedForward(learned.policy, senses), int(learned.numbers["ticks"])
-
-
-def open_lanes(
-    make: Callable[[], World], seeds: Callable[[], Any], longest: int
-) -> Callable[[int], Lanes]:
-    """Makes so many worlds side by side."""
-    return lambda count: Lanes(make, count, seeds(), longest)

@@ -10,10 +10,16 @@ import torch
 from own_worlds import Counting
 
 from benchmarks import own_worlds as bench
+from benchmarks import own_worlds_ours as ours
 from benchmarks import own_worlds_town
 from benchmarks.own_worlds_made import cartpole, late_sign
 from hamlet.artifacts import read_json
+from hamlet.learning.buffer import RolloutBuffer
 from hamlet.own.evaluating import play_cases
+from hamlet.own.params import PolicyParams
+from hamlet.own.train_policy import with_advantages
+from hamlet.plain.perception import Perception
+from hamlet.plain.policy import Policy
 from hamlet.plain.senses import Senses
 from hamlet.town import Town, load_pack
 from hamlet.worlds.gymnasium_world import GymnasiumWorld
@@ -230,3 +236,67 @@ def test_lives_in_the_town_end_once_and_begin_anew(town):
     assert lanes.now.first[own].all()
     assert lanes.now.alive[own].all()
     assert row.last["self_state"][own].tolist() != lanes.now.fields["self_state"][own].tolist()
+
+
+# ------------------------------------------------------------------------------------------------
+# Our own PPO without the stages
+
+
+def counting_lanes(slots=4):
+    return Lanes(lambda: GymnasiumWorld(Counting(5), "counting"), slots, count(), 1000)
+
+
+UNIT = {"observation": {"mean": torch.zeros(2), "std": torch.ones(2)}}
+
+
+def test_the_last_observations_are_told_in_order_and_end_with_a_life():
+    lanes = counting_lanes(1)
+    senses = Senses(lanes.shape, UNIT)
+    seen = []
+
+    class Reading:
+        def __call__(self, features, belief):
+            seen.append(belief[0].view(-1, senses.width)[:, 0].tolist())
+            return torch.zeros(1, lanes.shape.num_actions), torch.zeros(1)
+
+    width = ours.FRAMES * senses.width
+    player = ours.Remembering(senses, ours.seen_lately(senses), Reading(), width)
+    for _ in range(6):
+        lanes.step(player.act(lanes.now, np.zeros(1, int)))
+    assert seen == [[0, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 2], [0, 1, 2, 3], [1, 2, 3, 4], [0] * 4]
+
+
+@pytest.fixture
+def through_time():
+    """A rollout that ends lives, and the loss that goes back through it."""
+    torch.manual_seed(0)
+    lanes = counting_lanes()
+    params = PolicyParams(ticks=64, rollout=12)
+    perception = Perception(lanes.shape, UNIT, 8)
+    policy = Policy(perception.senses.width, 8, lanes.shape.num_actions, 8)
+    player = ours.Recording(lanes, perception, policy, 8, 0, params.gamma)
+    buffer = RolloutBuffer(12)
+    for _ in range(2):  # the second begins within lives
+        buffer.reset()
+        player.play(buffer)
+    with_advantages(buffer.data, 1.0, params.gamma, params.lam)
+    return buffer.data, ours.LossThroughTime(perception, policy, params), perception
+
+
+def test_end_to_end_it_remembers_in_learning_what_it_remembered_in_playing(through_time):
+    data, loss, _ = through_time
+    assert data["first"][1:].any()
+    assert not data["first"][0].any()
+    torch.testing.assert_close(loss.beliefs(data), data["belief"])
+    assert loss(data)[1]["approx_kl"].abs() < 1e-6
+
+
+def test_end_to_end_a_loss_reaches_what_was_seen_earlier_in_the_same_life_only(through_time):
+    data, loss, _ = through_time
+    data = data.clone()
+    data["features"] = data["features"].requires_grad_()
+    begun = int(data["first"][:, 0].nonzero()[0])
+    end = begun + 3
+    loss.beliefs(data)[end, 0].sum().backward()
+    touched = data["features"].grad[:, 0].abs().sum(-1) > 0
+    assert touched.tolist() == [begun <= tick <= end for tick in range(len(touched))]

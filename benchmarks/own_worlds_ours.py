@@ -27,8 +27,8 @@ from hamlet.own.train_policy import (
     Loss,
     Player,
     Trailing,
-    train_policy,
     trailing_of,
+    train_policy,
     with_advantages,
 )
 from hamlet.plain.perception import Perception

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -166,3 +167,24 @@ def test_ray_and_torchao_are_imported_where_they_are_used_and_not_before():
         loaded = ast.parse(file.read_text(encoding="utf-8")).body
         at_once = [ast.dump(x) for x in loaded if isinstance(x, ast.Import | ast.ImportFrom)]
         assert not [x for x in at_once if f"'{package}" in x]
+
+
+OWN = ("stages", "cli", "running", "registering", "evaluating", "playing", "project")
+TOWNS_WORDS = re.compile(r"\b(meters?|energy|affordances?|money|vision)\b", re.IGNORECASE)
+ALSO_THE_TOWNS = {"hamlet.params"}  # the town's own params, beside what all params are checked by
+
+
+def test_an_own_world_goes_through_nothing_that_knows_the_town():
+    """From `hamlet new` to a served agent: what has the town's words in it is only the town's."""
+    starts = [f"hamlet.own.{name}" for name in OWN] + modules_of("pipeline/serving")
+    seen = {name: start for start in starts for name in reached(start)}
+    assert "hamlet.learning.update" in seen
+    assert "hamlet.export.onnx" in seen
+    town = {name for name in seen if name.startswith("hamlet.town") or name == "stages"}
+    assert not town, {name: seen[name] for name in town}
+    words = {
+        name: TOWNS_WORDS.findall(path.read_text())
+        for name in {*seen, *starts} - ALSO_THE_TOWNS
+        if name.startswith("hamlet") and (path := file_of(name))
+    }
+    assert not {name: found for name, found in words.items() if found}

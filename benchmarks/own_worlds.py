@@ -376,38 +376,7 @@ def table(found: Mapping[str, Any]) -> str:
         if len(game.sides) > 1:
             lines += ["", all_together(found["cells"], world, scores)]
         lines += ["", f"The gate {standing(scores, game.hidden)}.", ""]
-    return "\n".join([*lines, *town_lines(found.get("town", {}))])
-
-
-def town_lines(made: Mapping[str, dict[str, Any]]) -> list[str]:
-    """The town learned by the plain modules only, beside the town's own agent."""
-    if not made:
-        return []
-    one = next(iter(made.values()))
-    lines = [
-        f"## The town ({one['pack']}) by the plain modules only", "",
-        "By `python -m benchmarks.own_worlds_town`: A of random play and D by PPO on its belief, "
-        f"as `hamlet own` trains them, without map memory, rules, menu or teacher; {one['agents']} "
-        "agents a world, in the held-out worlds of the stage `evaluate`. Returns are means per "
-        "agent; 0 is always-REST, 1 the expert with the map.", "",
-        "| | ticks of the town | score | return | life, ticks | retired | CPU s |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]  # fmt: skip
-    for x in made.values():
-        lines.append(
-            f"| plain modules, seed {x['seed']} | {x['ticks']:,} | {x['normalised_score']:.3f} | "
-            f"{x['mean_return']:.1f} | {x['survival']:.0f} | {x['retired_fraction']:.3f} | "
-            f"{x['cpu_seconds']:.0f} |"
-        )
-    low, high = (one["beside"][name]["mean_return"] for name in ("rest", "expert"))
-    for name, x in one["beside"].items():
-        score = (x["mean_return"] - low) / (high - low)
-        who = "the town's own agent" if name == "agent" else name
-        lines.append(
-            f"| {who} | | {score:.3f} | {x['mean_return']:.1f} | {x['survival']:.0f} | "
-            f"{x['retired_fraction']:.3f} | |"
-        )
-    return [*lines, ""]
+    return "\n".join(lines)
 
 
 def standing(scores: Mapping[str, Mapping[int, float]], hidden: bool) -> str:

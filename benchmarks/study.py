@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.monolith import MonolithLives, train_monolith
+from benchmarks.plain_town import PlainPlayers, shape_of, train_plain
 from benchmarks.study_report import SEATED, VARIANTS, plot, report, table
 from hamlet.artifacts import HamletError, atomic_path, read_json, sha256_json, write_json
 from hamlet.learning.learner import ACTION_STREAM, GOAL_STREAM, forget, gumbel
@@ -65,6 +66,7 @@ SHARES = {"worlds": 0.5, "imitation_iterations": 0.4, "ppo_iterations": 0.5}
 HELD_OUT_WORLDS, FOCAL_WORLDS = 64, 256
 REWARDED = ("sb3_recurrent_ppo", "lstm_ppo", "recurrent_dqn")
 """Rivals that learn from reward alone."""
+PLAIN = ("plain", "plain_time")
 RIVALS_WORLDS, RIVALS_EPOCHS, RIVALS_MINIBATCHES, RIVALS_UPDATES = 32, 2, 8, 12
 """More updates than these would cost more than the whole agent's processor time."""
 
@@ -266,6 +268,29 @@ def trained_rival(town: Town, variant: str, sizes: PolicyParams, seed: int, log:
     return learner
 
 
+def plain_ticks(params: Params, variant: str, seed: int) -> int:
+    """Ticks of the town for the plain modules: as many as the whole agent, its data counted; or as
+    many as take the processor time of the whole agent's cell, by the cells of the same seed.
+
+    Raises:
+        HamletError: if there are no such cells of a like processor.
+    """
+    sizes = params.policy
+    iterations = sizes.imitation_iterations + sizes.critic_iterations + sizes.ppo_iterations
+    ticks = iterations * sizes.rollout * sizes.worlds
+    ticks += params.collect.ticks * (params.collect.worlds + params.collect.held_out_worlds)
+    if variant == "plain":
+        return ticks
+    cells = [RESULTS / f"{name}-{seed}.json" for name in ("full", "plain")]
+    whole, plain = (read_json(path) if path.exists() else {} for path in cells)
+    if not whole.get("cpu_seconds") or not plain.get("cpu_seconds"):
+        raise HamletError(
+            f"{variant}: the processor time of {cells[0]} or {cells[1]} is not known",
+            f"run `python -m benchmarks.study cell full {seed}`, then `cell plain {seed}`",
+        )
+    return round(ticks * whole["cpu_seconds"] / plain["cpu_seconds"])
+
+
 def minds(params: Params, town: Town, variant: str) -> tuple[StudiedMind, Callable]:
     """The variant with a new module D, and its blank minds."""
     kind = {"random_goals": RandomGoals, "flat": Flat}.get(variant, Policy)
@@ -306,6 +331,12 @@ def cell(params: Params, variant: str, seed: int) -> dict[str, Any]:
     if variant in REWARDED:
         learner = trained_rival(town, variant, sizes, seed, log)
         player = RivalLives(strange, learner, sizes.hidden)
+        memory = player.start(HELD_OUT_WORLDS)
+    elif variant in PLAIN:
+        perception, policy, _ = train_plain(
+            town, plain_ticks(params, variant, seed), seed, lambda what: Shown(f"{variant}: {what}")
+        )
+        player = PlainPlayers(shape_of(strange), perception, policy, seed)
         memory = player.start(HELD_OUT_WORLDS)
     elif variant == "monolith":
         model = train_monolith(town, shape, teacher, sizes, seed, folder / "checkpoint.pt", log)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import plain_town
 from benchmarks.monolith import Monolith, MonolithPlayer, train_monolith
 from benchmarks.study import (
     REWARDED,
@@ -21,20 +22,25 @@ from benchmarks.study import (
     Resting,
     Shown,
     StudiedMind,
+    plain_ticks,
     trained_rival,
 )
 from benchmarks.study_report import VARIANTS, report, table
-from hamlet.artifacts import HamletError
+from hamlet.artifacts import HamletError, write_json
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.checkpoint import Checkpoint
 from hamlet.learning.learner import Learner, RolloutCarry, led
-from hamlet.learning.rollout import collect, fused_step
+from hamlet.learning.rollout import collect, evaluate, fused_step
 from hamlet.learning.train_policy import goal_targets, train_policy
 from hamlet.modules.categorical import log_prob_of, masked_logits
 from hamlet.modules.contracts import Features, TownShape, observation_from
 from hamlet.modules.critic import Critic
 from hamlet.modules.policy import LOGIT_CAP, Policy
+from hamlet.own.params import PerceptionParams
 from hamlet.params import load_params
+from hamlet.plain.perception import Perception
+from hamlet.plain.policy import Policy as PlainPolicy
+from hamlet.plain.senses import statistics_of
 from hamlet.town import Scripted, Town, load_pack
 from hamlet.town.tables import menu, timetable
 from tests.learning.interrupted import Stopped, StoppedLog
@@ -234,6 +240,56 @@ def test_a_rival_without_its_library_says_what_to_install(monkeypatch):
             monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(HamletError, match="lstm_ppo: the `bench` extra is not installed"):
         trained_rival(TOWN, "lstm_ppo", SIZES, 0, Shown("lstm_ppo"))
+
+
+def test_the_plain_modules_get_as_many_ticks_or_as_much_processor_time(tmp_path, monkeypatch):
+    params = load_params(Path(__file__).parents[1] / "params.yaml", "tiny")
+    counts = {"worlds": 4, "rollout": 8, "imitation_iterations": 3, "critic_iterations": 1}
+    sizes = params.policy.model_copy(update={**counts, "ppo_iterations": 2})
+    data = params.collect.model_copy(update={"worlds": 5, "held_out_worlds": 1, "ticks": 10})
+    params = params.model_copy(update={"policy": sizes, "collect": data})
+    assert plain_ticks(params, "plain", 7) == 6 * 8 * 4 + 60
+    monkeypatch.setattr("benchmarks.study.RESULTS", tmp_path)
+    with pytest.raises(HamletError, match="is not known: run `python -m .* cell full 7`"):
+        plain_ticks(params, "plain_time", 7)
+    for name, seconds in (("full", 300.0), ("plain", 200.0)):
+        write_json(tmp_path / f"{name}-7.json", {"cpu_seconds": seconds})
+    assert plain_ticks(params, "plain_time", 7) == round(1.5 * 252)
+
+
+def test_the_plain_modules_learn_in_the_town_and_live_in_it(monkeypatch):
+    """Lives end and begin within the training; what was learned lives to the end, in every place."""
+    monkeypatch.setattr(plain_town, "RANDOM_TICKS", 512)
+    monkeypatch.setattr(plain_town, "PerceptionParams", partial(PerceptionParams, steps=4))
+    town = Town(load_pack("l4_contention").model_copy(update={"lifespan": 30}), num_layouts=8)
+    torch.set_num_threads(1)
+    rollout = 64 * plain_town.LANES
+    perception, policy, taken = plain_town.train_plain(town, 512 + 2 * rollout, 0, Shown)
+    assert taken == 512 + 2 * rollout
+    player = plain_town.PlainPlayers(plain_town.shape_of(town), perception, policy, 0)
+    town.eval(3)
+    lived = evaluate(town, fused_step(town, player), player.start(2), 3, 2, 1)
+    assert lived["returns"].shape == (3, town.num_agents)
+    assert (lived["ticks"] > 0).all()
+
+
+def test_what_the_plain_players_remember_is_of_one_life(monkeypatch):
+    town = Town(load_pack("l4_contention").model_copy(update={"lifespan": 5}), num_layouts=8)
+    shape = plain_town.shape_of(town)
+    seen = plain_town.fields_in(shape, town.observe(town.reset(0, 8)))
+    rows = torch.ones(len(seen["view"]), dtype=torch.bool)
+    perception = Perception(shape, statistics_of(shape, seen, rows), 8)
+    policy = PlainPolicy(perception.senses.width, 8, shape.num_actions, 8)
+    player = plain_town.PlainPlayers(shape, perception, policy, 0)
+    world, memory = town.reset(0, 2), player.start(2)
+    step, acted = fused_step(town, player), []
+    with torch.no_grad():
+        for _ in range(6):
+            world, memory, _ = step(world, memory)
+            acted.append(memory["acted"].clone())
+    assert (acted[3] > 0).all()
+    assert (acted[4] == 0).all(), "a life has ended in every place"
+    assert (acted[5] > 0).all()
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from own_worlds import Counting
 
 from benchmarks import own_worlds as bench
 from benchmarks import own_worlds_ours as ours
-from benchmarks import own_worlds_town
+from benchmarks import plain_town
 from benchmarks.own_worlds_made import cartpole, late_sign
 from hamlet.artifacts import read_json
 from hamlet.learning.buffer import RolloutBuffer
@@ -200,14 +200,14 @@ def town():
 
 
 def test_the_town_is_told_as_a_world_of_fields(town):
-    shape = own_worlds_town.shape_of(town)
+    shape = plain_town.shape_of(town)
     kinds = {f.name: (f.kind, f.count) for f in shape.fields}
     assert kinds["view"] == ("codes", town.num_cell_codes)
     assert kinds["self_state"] == ("vector", None)
     assert "action_mask" not in kinds
     assert shape.masked
     seen = town.observe(town.reset(3, 2))
-    found = own_worlds_town.fields_in(shape, seen)
+    found = plain_town.fields_in(shape, seen)
     for field in shape.fields:
         assert tuple(found[field.name].shape) == (2 * town.num_agents, *field.shape)
         assert str(found[field.name].dtype) == f"torch.{field.dtype}"
@@ -216,7 +216,7 @@ def test_the_town_is_told_as_a_world_of_fields(town):
 
 
 def test_lives_in_the_town_end_once_and_begin_anew(town):
-    lanes, rng = own_worlds_town.TownLanes(town, 3, 0), np.random.default_rng(0)
+    lanes, rng = plain_town.TownLanes(town, 3, 0), np.random.default_rng(0)
     n, sums, ends, ticks = town.num_agents, np.zeros(3 * town.num_agents), [], 0
     while not lanes.returns:
         assert lanes.now.first.all() == (ticks == 0)

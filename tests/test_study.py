@@ -250,7 +250,7 @@ def test_the_plain_modules_get_as_many_ticks_or_as_much_processor_time(tmp_path,
     params = params.model_copy(update={"policy": sizes, "collect": data})
     assert plain_ticks(params, "plain", 7) == 6 * 8 * 4 + 60
     monkeypatch.setattr("benchmarks.study.RESULTS", tmp_path)
-    with pytest.raises(HamletError, match="is not known: run `python -m .* cell full 7`"):
+    with pytest.raises(HamletError, match=r"is not known: run `python -m .* cell full 7`"):
         plain_ticks(params, "plain_time", 7)
     for name, seconds in (("full", 300.0), ("plain", 200.0)):
         write_json(tmp_path / f"{name}-7.json", {"cpu_seconds": seconds})
@@ -258,7 +258,7 @@ def test_the_plain_modules_get_as_many_ticks_or_as_much_processor_time(tmp_path,
 
 
 def test_the_plain_modules_learn_in_the_town_and_live_in_it(monkeypatch):
-    """Lives end and begin within the training; what was learned lives to the end, in every place."""
+    """Lives end and begin within the training; what was learned lives in every place."""
     monkeypatch.setattr(plain_town, "RANDOM_TICKS", 512)
     monkeypatch.setattr(plain_town, "PerceptionParams", partial(PerceptionParams, steps=4))
     town = Town(load_pack("l4_contention").model_copy(update={"lifespan": 30}), num_layouts=8)

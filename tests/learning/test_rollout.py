@@ -142,6 +142,12 @@ def test_compiled_it_is_one_graph_and_equals_eager(town):
         *two, second = traced(*two)
         assert all(torch.equal(first[name], second[name]) for name in first)
     assert len(graphs) == 1
+    town.eval(2)  # its mode is seen: two cases for three slots, the last one has nothing to do
+    world = town.reset(0, 3)
+    one, two = step(world, one[1])[0], traced(world, one[1])[0]
+    town.train()
+    assert one["over"].tolist() == two["over"].tolist() == [False, False, True]
+    assert len(graphs) == 2
 
 
 class Listener(Wanderers):
@@ -159,6 +165,7 @@ class Listener(Wanderers):
 
 @pytest.mark.slow
 def test_a_compiled_step_follows_its_player_as_it_learns_and_is_compiled_once(town):
+    town.eval(2)  # two cases for three slots: the last one has nothing to do
     player, world = Listener(town), town.reset(0, 3)
     plain, fast = fused_step(town, player), fused_step(town, player, compile=True)
     memory = player.start(world)
@@ -167,15 +174,13 @@ def test_a_compiled_step_follows_its_player_as_it_learns_and_is_compiled_once(to
     for _ in range(5):
         with torch.no_grad():
             player.layer.weight.add_(torch.randn_like(player.layer.weight))
-        one, two = plain(world, memory)[2], fast(world, memory)[2]
+        (after, _, one), (followed, _, two) = plain(world, memory), fast(world, memory)
         torch.testing.assert_close(one["opinion"], two["opinion"])
         torch.testing.assert_close(one["reward"], two["reward"])
+        same = ("over", "position", "next_case")
+        assert all(torch.equal(after[name], followed[name]) for name in same)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
-    town.eval(2)  # two cases for three slots: the last one has nothing to do
-    world = town.reset(0, 3)
-    one, two = plain(world, memory)[0], fast(world, memory)[0]
     town.train()
-    assert all(torch.equal(one[name], two[name]) for name in ("over", "position", "next_case"))
 
 
 def test_where_nothing_compiles_the_step_is_eager_after_one_warning(town, monkeypatch):

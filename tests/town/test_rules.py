@@ -150,7 +150,7 @@ def test_contention_is_fair():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ["l4_contention", ZOO])
+@pytest.mark.parametrize("source", ["l4_contention", pytest.param(ZOO, id="zoo")])
 def test_compiled_and_eager_worlds_agree(source):
     """Everything discrete exactly, floats to rounding; in one of them also with actions in the
     other memory order, for which a step is compiled once more."""
@@ -180,7 +180,7 @@ def test_compiled_and_eager_worlds_agree(source):
     assert (state["episode"] > 0).all()
 
 
-@pytest.mark.parametrize("pack", ["l5_changing", "l7_scarce", ZOO])
+@pytest.mark.parametrize("pack", ["l5_changing", "l7_scarce", pytest.param(ZOO, id="zoo")])
 def test_what_is_compiled_reads_the_same_numbers(pack, monkeypatch):
     """The branches that only compiled code takes, run without compiling."""
     town = Town(load_pack(pack), num_layouts=8)

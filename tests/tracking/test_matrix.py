@@ -30,13 +30,14 @@ import os, sys
 from pathlib import Path
 from hamlet.params import load_params
 from hamlet.tracking import stage_run
-from stages.common import cores
 name, params = sys.argv[1], load_params()
 with stage_run(name, params) as run:
     for step in range(50):
         run.metrics({"x": params.seed + step}, step)
     run.tag("mode", os.environ["MODE"])
-    run.tag("cores", cores())
+    if os.environ["MODE"] == "queue":
+        from stages.common import cores  # which imports torch: for what is asked only
+        run.tag("cores", cores())
     Path(name).write_text(str(params.seed))
 """
 PIPELINE = """

@@ -153,3 +153,21 @@ def test_layers_that_gain_nothing_are_told_with_their_size():
     )
     assert not too_small([*small, torch.zeros(2048, 64)])
     assert not too_small([torch.zeros(8, 8192)])
+
+
+def test_both_sides_are_padded_to_what_the_hardware_takes(monkeypatch):
+    float8_linear = pytest.importorskip("torchao.float8.float8_linear")
+    multiplied, sizes = float8_linear.matmul_with_hp_or_float8_args, []
+
+    class Watched:
+        @staticmethod
+        def apply(x, weight, *how):
+            sizes.append((x.shape[1], *weight.shape))
+            return multiplied.apply(x, weight, *how)
+
+    monkeypatch.setattr(float8_linear, "matmul_with_hp_or_float8_args", Watched)
+    for inner, outer in ((12, 20), (16, 32), (17, 1)):
+        assert by_torchao(emulate=True)(torch.ones(7, inner), torch.ones(inner, outer)).shape == (
+            7, outer
+        )  # fmt: skip
+    assert sizes == [(16, 16, 32), (16, 16, 32), (32, 32, 16)]

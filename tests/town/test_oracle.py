@@ -18,6 +18,7 @@ ZOO = Path(__file__).parent / "zoo.yaml"
 PACKS = {
     "l4": {},
     "zoo": {},
+    "zoo-first": {},  # its first place sends people away too
     "zoo-hamlet": {"mode": "hamlet"},
     "zoo-instant": {"temporal": False},
     "zoo-hamlet-instant": {"mode": "hamlet", "temporal": False, "depletion_multiplier": 0.2},
@@ -31,6 +32,10 @@ def make_town(name: str) -> Town:
         # refunds belong to uses that take several ticks, in atomic mode
         places = tuple(a.model_copy(update={"refund": 0.0}) for a in pack.affordances)
         changes["affordances"] = places
+    if name == "zoo-first":
+        first, *others = pack.affordances
+        sends = next(place.on_completion for place in others if place.on_completion)
+        changes["affordances"] = (first.model_copy(update={"on_completion": sends}), *others)
     return Town(pack.model_copy(update=changes), num_layouts=32)
 
 

@@ -30,6 +30,9 @@ def test_the_menu_asked_of_one_who_knows_the_rules_is_the_true_one(town, shape):
         torch.testing.assert_close(known[:, names.index("cos_hour")], angle.cos())
         assert (posted[tick, place, 0] == 0).all()  # open
         clocks.update(tick.tolist())
+        rest = set(names) - {*names[: meters + 2], "sin_hour", "cos_hour", "age", "progress"}
+        assert not known[:, [names.index(name) for name in rest]].any()
+        assert (known[:, : meters + 2] == 0.5).all()
         stage = (10 * known[:, names.index("progress")]).round()
         uses = SERVED * (action == interact).float()
         whole = stage + 1 >= duration[place, 0]

@@ -26,6 +26,10 @@ def edit_unknown_meter(p):
     place(p, "Bed")["effects_per_tick"] = {"enrgy": 0.1}
 
 
+def edit_nowhere_to_go(p):
+    p |= {"affordances": [], "cues": []}
+
+
 def edit_unknown_place(p):
     p["cues"][0]["any_of"] = [{"using": ["Office"]}]
 
@@ -131,6 +135,7 @@ NONSENSE = {
     edit_never_at_most: ("Doctor.preconditions", "health <= -0.1 never holds"),
     edit_refund_of_nothing: ("Park.refund", "nothing to refund", "set price_per_tick"),
     edit_own_drain: ("cascades", "cannot drain itself"),
+    edit_nowhere_to_go: ("affordances", "there is none; add one"),
     edit_no_kin: ("cues.is_working.visibility", "needs a families section"),
     edit_many_cues: ("cues", "at most 30 cues fit, found 31"),
     edit_two_changes: ("schedule.9", "two changes at one tick"),

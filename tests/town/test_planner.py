@@ -19,6 +19,7 @@ def test_planning_beats_the_expert_up_to_the_horizon():
     town = lone_town(48)
     expert = play(town, Scripted(town, ["expert"]), 3, 6)["returns"]
     planned = play(town, Planner(town, period=4, horizon=48, margin=0.02), 3, 6)["returns"]
+    assert expert.shape == (6, 1, 1)
     assert (planned >= expert - 1e-4).all()
     assert planned.mean() > expert.mean()
 

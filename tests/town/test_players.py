@@ -208,6 +208,7 @@ def test_the_easy_packs_expert_is_the_one_that_was_frozen():
     town = Town(pack, layout_seed=HELD_OUT_LAYOUTS)
     for name in ("expert", "expert_ignoring"):
         returns = play(town, Scripted(town, [name]), 0, 256)["returns"]
+        assert returns.shape == (256, 1, town.num_agents)
         assert returns.mean().item() == pytest.approx(pack.experts[name].contended, abs=0.5)
 
 

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from hamlet.artifacts import HamletError
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.checkpoint import Checkpoint
 from hamlet.learning.learner import (
@@ -254,6 +255,17 @@ def test_the_expert_goes_on_teaching_while_ppo_runs(tmp_path):
             if name.startswith(("controller.", "goal_prior.")):
                 assert torch.equal(p, before[name]) == name.startswith("controller."), name
     assert agreement[3.0] > agreement[0.0] + 0.1, agreement
+
+
+def test_worlds_that_would_not_deliberate_evenly_are_refused_before_anything_is_made(tmp_path):
+    town = Town(load_pack("l4_contention"), num_layouts=8)
+    sizes = TINY.policy.model_copy(update={"worlds": 6, "meta_period": 4})
+    mind, blank = new_mind(town, sizes)
+    with pytest.raises(HamletError, match=r"policy\.worlds is 6, not a multiple of .* \(4\)"):
+        train_policy(
+            town, TownShape.of(town), mind, blank, sizes, TINY.compile, 0, tmp_path / "a.pt",
+            StoppedLog(None),
+        )  # fmt: skip
 
 
 def test_what_imitation_left_is_kept_though_reinforcement_goes_on_after_an_interrupt(

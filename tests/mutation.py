@@ -6,10 +6,10 @@ plants one fault at a time (`tests.faults`) in a copy of the committed tree, run
 tests that run the changed line (`tests.coverage_map`, once a commit), and writes what was noticed
 to `benchmarks/results/mutation.json`. Of a line that very many tests run, those of WATCHFUL and of
 the quickest files that fit into BUDGET_S are run; a line that only runs in processes that tests
-start gets the tests closest to its file by imports. What they let pass meets the slow tests of those
-files too, which continuous integration runs, and a fault of the server all quick tests of servers. A
-fault counts as noticed if a test fails that passes without it, or if the tests never end although
-they end without it. The share is therefore a lower bound of what all tests notice.
+start gets the tests closest to its file by imports. What they let pass meets the slow tests of
+those files too, which continuous integration runs, and a fault of the server all quick tests of
+servers. A fault counts as noticed if a test fails that passes without it, or if the tests never end
+although they end without it. The share is therefore a lower bound of what all tests notice.
 
 A survivor keeps the `reason` that was written beside it in the result file, for as long as the same
 fault is drawn.
@@ -272,6 +272,8 @@ def copy_tree(to: Path) -> None:
     """The tracked files as they are committed."""
     with subprocess.Popen(["git", "archive", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE) as archive:
         subprocess.run(["tar", "-x", "-C", to], stdin=archive.stdout, check=True)
+    # Slow tests copy what git would list.
+    subprocess.run(["git", "init", "--quiet", to], check=True)
     shared = ROOT.parent / "shared"
     if shared.exists():
         (to.parent / "shared").symlink_to(shared.resolve())

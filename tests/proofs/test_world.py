@@ -12,7 +12,7 @@ from hamlet.learning.train_prover import build_prover, expert_action, prove_all
 from hamlet.proofs import ProofWorld, WorldConfig, build_world, load_graph
 from hamlet.proofs.closure import close
 from hamlet.proofs.kinship import kinship_graph
-from hamlet.proofs.knowledge import find
+from hamlet.proofs.knowledge import encode_rules, find
 from hamlet.proofs.knowledge_base import Budget
 from tests.proofs.helpers import graph_of, shared_graph
 
@@ -42,6 +42,15 @@ def play(world, state, ticks, choose):
 def a_random_legal_action(state):
     weights = state["action_mask"].float()
     return torch.multinomial(weights, 1).squeeze(1)
+
+
+def test_a_rule_has_as_many_variables_as_it_names(world):
+    named = [
+        len({name for atom in (rule.head, *rule.body) for name in atom[1:]})
+        for rule in world.graph.rules
+    ]
+    assert encode_rules(world.graph).num_variables.tolist() == named
+    assert len(set(named)) > 1
 
 
 @pytest.mark.parametrize("name", DATA)

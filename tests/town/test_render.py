@@ -141,7 +141,7 @@ def test_a_world_that_is_not_there():
 
 def test_a_gif_has_every_frame_at_its_pace_and_goes_on_for_ever(tmp_path):
     frames = [Image.new("RGB", (4, 4), (40 * i, 0, 0)) for i in range(5)]
-    save_gif(frames, tmp_path / "a.gif", frames_per_second=4)
+    save_gif(frames, str(tmp_path / "a.gif"), frames_per_second=4)
     with Image.open(tmp_path / "a.gif") as made:
         assert made.n_frames == 5
         assert made.info["duration"] == 250

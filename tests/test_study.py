@@ -259,13 +259,13 @@ def test_the_plain_modules_get_as_many_ticks_or_as_much_processor_time(tmp_path,
 
 def test_the_plain_modules_learn_in_the_town_and_live_in_it(monkeypatch):
     """Lives end and begin within the training; what was learned lives in every place."""
-    monkeypatch.setattr(plain_town, "RANDOM_TICKS", 512)
+    rollout = 64 * plain_town.LANES
+    monkeypatch.setattr(plain_town, "RANDOM_TICKS", rollout)
     monkeypatch.setattr(plain_town, "PerceptionParams", partial(PerceptionParams, steps=4))
     town = Town(load_pack("l4_contention").model_copy(update={"lifespan": 30}), num_layouts=8)
     torch.set_num_threads(1)
-    rollout = 64 * plain_town.LANES
-    perception, policy, taken = plain_town.train_plain(town, 512 + 2 * rollout, 0, Shown)
-    assert taken == 512 + 2 * rollout
+    perception, policy, taken = plain_town.train_plain(town, 3 * rollout, 0, Shown)
+    assert taken == 3 * rollout
     player = plain_town.PlainPlayers(plain_town.shape_of(town), perception, policy, 0)
     town.eval(3)
     lived = evaluate(town, fused_step(town, player), player.start(2), 3, 2, 1)
@@ -282,14 +282,17 @@ def test_what_the_plain_players_remember_is_of_one_life(monkeypatch):
     policy = PlainPolicy(perception.senses.width, 8, shape.num_actions, 8)
     player = plain_town.PlainPlayers(shape, perception, policy, 0)
     world, memory = town.reset(0, 2), player.start(2)
-    step, acted = fused_step(town, player), []
+    step, acted, believed = fused_step(town, player), [], []
     with torch.no_grad():
         for _ in range(6):
             world, memory, _ = step(world, memory)
             acted.append(memory["acted"].clone())
+            believed.append(memory["belief"].abs().sum())
     assert (acted[3] > 0).all()
     assert (acted[4] == 0).all(), "a life has ended in every place"
     assert (acted[5] > 0).all()
+    assert believed[3] > 0
+    assert believed[4] == 0
 
 
 @pytest.mark.slow

@@ -57,6 +57,12 @@ def test_the_exit_code_is_that_of_the_command(repo, code, expected):
     assert (done.stderr == "no\n") == ("'no'" in code)
 
 
+def test_a_hook_of_its_path_is_run_once_before_it(repo):
+    (repo.path / "sitecustomize.py").write_text("import sys; print('hooked', sys.orig_argv[1:])")
+    done = repo.run(sys.executable, "-c", "print('it')", "word")
+    assert done.stdout == "hooked ['-c', \"print('it')\", 'word']\nit\n"
+
+
 def test_it_has_the_directory_environment_arguments_and_streams_of_who_asked(repo):
     code = (
         "import os, sys; print(os.getcwd(), sys.argv[1:], os.environ.get('MINE'), "

@@ -259,10 +259,17 @@ def test_the_last_observations_are_told_in_order_and_end_with_a_life():
             seen.append(belief[0].view(-1, senses.width)[:, 0].tolist())
             return torch.zeros(1, lanes.shape.num_actions), torch.zeros(1)
 
-    width = ours.FRAMES * senses.width
-    player = ours.Remembering(senses, ours.seen_lately(senses), Reading(), width)
+    width, lately, before = ours.FRAMES * senses.width, ours.seen_lately(senses), []
+
+    def perceive(*inputs):
+        before.append(int(inputs[-2]))
+        return lately(*inputs)
+
+    player, acted = ours.Remembering(senses, perceive, Reading(), width), []
     for _ in range(6):
-        lanes.step(player.act(lanes.now, np.zeros(1, int)))
+        acted.append(int(player.act(lanes.now, np.zeros(1, int))[0]))
+        lanes.step(np.array(acted[-1:]))
+    assert before == [0, *(action + 1 for action in acted[:4]), 0]
     assert seen == [[0, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 2], [0, 1, 2, 3], [1, 2, 3, 4], [0] * 4]
 
 

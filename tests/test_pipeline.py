@@ -248,22 +248,17 @@ def test_a_deleted_database_is_filled_again_with_one_version(copy):
 
 def test_a_profile_accounts_for_the_time_and_makes_nothing_else(tiny, tmp_path):
     before = hashes(tiny)
-
-    def profiled() -> dict[str, float]:
-        asked = ("--skip", "9", "--steps", "1", "--out", str(tmp_path))
-        done = tiny.hamlet("profile", "policy", *asked)
-        assert done.returncode == 0, done.stdout + done.stderr
-        rows = re.findall(r"^(\w+) +([\d.]+)% +([\d.]+)$", done.stdout, re.M)
-        return {name: float(share) for name, share, _ in rows}
-
-    shares = profiled()
-    for _ in range(2):  # one step is short: what else the machine does may come in between
-        shares = shares if shares.get("other", 0.0) < 5.0 else profiled()
+    done = tiny.hamlet("profile", "policy", "--skip", "9", "--steps", "1", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = re.findall(r"^(\w+) +([\d.]+)% +([\d.]+)$", done.stdout, re.M)
+    shares = {name: float(share) for name, share, _ in rows}
+    milliseconds = {name: float(ms) for name, _, ms in rows}
     assert shares.pop("all") == 100.0
     assert {"environment", "sense", "policy", "loss"} <= shares.keys()
     # The tenth step is the first of PPO: futures are imagined, and the expert still tells.
     assert {"imagination", "expert"} <= shares.keys()
-    assert shares.get("other", 0.0) < 5.0
+    # Whatever its size, a step's row of the curve is written to a disk, which may be slow.
+    assert shares.get("other", 0.0) < 5.0 or milliseconds["other"] < 40
     assert sum(shares.values()) == pytest.approx(100.0, abs=0.5)
     assert (tmp_path / "policy" / "trace.json.gz").stat().st_size > 10_000
     assert hashes(tiny) == before

@@ -5,9 +5,9 @@
 A cell is a world, a player and a seed. `hamlet` is what `hamlet new` and `dvc repro` make, with the
 parameters that `hamlet new` writes: stages `world` to `agent` run in an empty folder, and the ONNX
 file plays. The others are in `benchmarks.own_worlds_peers`, and our own PPO without the stages in
-`benchmarks.own_worlds_ours`. Everyone gets TICKS ticks of the world,
-our random ones counted, sees the same scaled observations and plays the same 200 held-out episodes
-with actions drawn from its odds.
+`benchmarks.own_worlds_ours`. Everyone gets TICKS ticks of the world, our random ones counted, sees
+the same scaled observations and plays the same 200 held-out episodes with actions drawn from its
+odds.
 
 Scores are from 0 (random play) to 1 (the best return known). In tag each side is judged against
 random play of the other side, as a fixed opponent, and the score is the mean of both sides; its

@@ -283,9 +283,11 @@ def plain_ticks(params: Params, variant: str, seed: int) -> int:
         return ticks
     cells = [RESULTS / f"{name}-{seed}.json" for name in ("full", "plain")]
     whole, plain = (read_json(path) if path.exists() else {} for path in cells)
-    if not whole.get("cpu_seconds") or not plain.get("cpu_seconds"):
+    alike = whole.get("processor") == plain.get("processor")
+    if not whole.get("cpu_seconds") or not plain.get("cpu_seconds") or not alike:
         raise HamletError(
-            f"{variant}: the processor time of {cells[0]} or {cells[1]} is not known",
+            f"{variant}: the times of {cells[0]} and {cells[1]}, on one kind of processor, "
+            "are not known",
             f"run `python -m benchmarks.study cell full {seed}`, then `cell plain {seed}`",
         )
     return round(ticks * whole["cpu_seconds"] / plain["cpu_seconds"])

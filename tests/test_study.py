@@ -250,11 +250,14 @@ def test_the_plain_modules_get_as_many_ticks_or_as_much_processor_time(tmp_path,
     params = params.model_copy(update={"policy": sizes, "collect": data})
     assert plain_ticks(params, "plain", 7) == 6 * 8 * 4 + 60
     monkeypatch.setattr("benchmarks.study.RESULTS", tmp_path)
-    with pytest.raises(HamletError, match=r"is not known: run `python -m .* cell full 7`"):
+    with pytest.raises(HamletError, match=r"are not known: run `python -m .* cell full 7`"):
         plain_ticks(params, "plain_time", 7)
     for name, seconds in (("full", 300.0), ("plain", 200.0)):
         write_json(tmp_path / f"{name}-7.json", {"cpu_seconds": seconds})
     assert plain_ticks(params, "plain_time", 7) == round(1.5 * 252)
+    write_json(tmp_path / "full-7.json", {"cpu_seconds": 300.0, "processor": "another"})
+    with pytest.raises(HamletError, match="on one kind of processor"):
+        plain_ticks(params, "plain_time", 7)
 
 
 def test_the_plain_modules_learn_in_the_town_and_live_in_it(monkeypatch):
@@ -273,7 +276,7 @@ def test_the_plain_modules_learn_in_the_town_and_live_in_it(monkeypatch):
     assert (lived["ticks"] > 0).all()
 
 
-def test_what_the_plain_players_remember_is_of_one_life(monkeypatch):
+def test_what_the_plain_players_remember_is_of_one_life():
     town = Town(load_pack("l4_contention").model_copy(update={"lifespan": 5}), num_layouts=8)
     shape = plain_town.shape_of(town)
     seen = plain_town.fields_in(shape, town.observe(town.reset(0, 8)))

@@ -72,7 +72,7 @@ class SocialParams(HeadParams):
 class PolicyParams(Section):
     """Module D."""
 
-    ticks: int = Field(default=28_000, ge=1, description="of all worlds together")
+    ticks: int = Field(default=36_000, ge=1, description="of all worlds together")
     lanes: int = Field(default=8, ge=2, description="worlds side by side")
     rollout: int = Field(default=64, ge=2, description="ticks of each between updates")
     minibatch: int = Field(default=128, ge=2, description="rows of one gradient step")

@@ -190,7 +190,7 @@ collect: {{ticks: 4000, lanes: 8}}
 perception: {{hidden: {128 if wide else 64}, steps: 600, chunk: 32, recall: 1.0}}
 world_model: {{members: 3, hidden: 128, steps: 600}}
 policy:
-  ticks: 28000        # of all worlds together
+  ticks: 36000        # of all worlds together
   lanes: 8
   rollout: 64
   minibatch: {256 if several else 128}

@@ -11,6 +11,7 @@ from torch import nn
 
 from hamlet.artifacts import HamletError
 from hamlet.learning import update as update_module
+from hamlet.learning.compiling import inductor_options
 from hamlet.learning.precision import DTYPES, autocast, set_precision
 from hamlet.learning.update import Update, fused_adam, to_device
 
@@ -217,6 +218,17 @@ def test_moving_to_the_cpu_copies_nothing():
     tensors = [torch.zeros(3), torch.ones(2)]
     moved = to_device(tensors, "cpu")
     assert [m.data_ptr() for m in moved] == [t.data_ptr() for t in tensors]
+
+
+def test_the_compiler_is_called_by_the_name_that_vectorises_unless_one_is_given(monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr("shutil.which", {"c++": "/usr/bin/c++"}.get)
+    assert inductor_options() == {"cpp.cxx": (None, "c++")}
+    monkeypatch.setattr("shutil.which", {}.get)
+    assert inductor_options() == {}
+    monkeypatch.setattr("shutil.which", {"c++": "/usr/bin/c++"}.get)
+    monkeypatch.setenv("CXX", "clang++")
+    assert inductor_options() == {}
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
-from own_worlds import Counting
+from own_worlds import Counting, Hint
 
 from benchmarks import own_worlds as bench
 from benchmarks import own_worlds_ours as ours
@@ -16,7 +16,7 @@ from benchmarks.own_worlds_made import cartpole, late_sign
 from hamlet.artifacts import read_json
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.own.evaluating import play_cases
-from hamlet.own.params import PolicyParams
+from hamlet.own.params import PerceptionParams, PolicyParams
 from hamlet.own.train_policy import with_advantages
 from hamlet.plain.perception import Perception
 from hamlet.plain.policy import Policy
@@ -307,3 +307,29 @@ def test_end_to_end_a_loss_reaches_what_was_seen_earlier_in_the_same_life_only(t
     loss.beliefs(data)[end, 0].sum().backward()
     touched = data["features"].grad[:, 0].abs().sum(-1) > 0
     assert touched.tolist() == [begun <= tick <= end for tick in range(len(touched))]
+
+
+@pytest.mark.parametrize(
+    ("how", "ticks", "most", "least"),
+    [("now", 4096, 0.7, 0.3), ("stacked", 8192, 1.0, 0.95), ("end to end", 3072, 1.0, 0.9)],
+)
+def test_a_hint_of_the_first_tick_is_used_by_who_can_remember_it(how, ticks, most, least):
+    """The staged agent's is `test_own_learning.py`'s. Who does not remember earns half."""
+
+    def make():
+        return GymnasiumWorld(Hint(), "hint")
+
+    torch.set_num_threads(1)
+    side, params = Lanes(make, 8, count(), 1000), PolicyParams(ticks=ticks, rollout=32)
+    senses = Senses(side.shape, UNIT)
+    if how == "end to end":
+        fresh, taken = ours.train_end_to_end(side, senses, UNIT, params, 0)
+        torch.manual_seed(0)
+        untrained = Perception(side.shape, UNIT, PerceptionParams().hidden)
+        for name, weight in fresh().perceive.named_parameters():  # not D alone has learned
+            assert not torch.equal(weight, untrained.get_parameter(name)), name
+    else:
+        fresh, taken = ours.train_alone(how == "stacked", side, senses, params, 0)
+    assert taken == ticks
+    returns, _ = play_cases(make, fresh(), 100, 16, 100)
+    assert least <= returns.mean() <= most

@@ -88,12 +88,18 @@ def serve(
     if saved is not None:
         log("sessions restored", sessions=saved.restore(), file=str(state_file))
 
+    writes: list[asyncio.Task[None]] = []  # the last: it goes on, though who waits is cancelled
+
+    async def write(saved: StateFile) -> None:
+        try:
+            await asyncio.to_thread(saved.write, saved.changes())
+        except HamletError as error:
+            saved.failed(error)
+
     async def save() -> None:
         if saved is not None:
-            try:
-                await asyncio.to_thread(saved.write, saved.changes())
-            except HamletError as error:
-                saved.failed(error)
+            writes[:] = [asyncio.create_task(write(saved))]
+            await asyncio.shield(writes[0])
 
     class Server(uvicorn.Server):
         """Ends quietly on a signal: draining is the orderly end, not an interrupt."""
@@ -153,6 +159,7 @@ def serve(
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
+        await asyncio.gather(*writes)  # two at once would write to the same place
         if saved is not None:
             try:
                 saved.write(saved.changes())

@@ -67,6 +67,44 @@ def test_kill_loses_at_most_what_was_not_saved_yet(policy, rows, expected, tmp_p
         assert went_on in (skipping(policy, rows, 4), alike(0, 6))
 
 
+SLOWLY = """
+import sys, threading, time
+from hamlet.serving import saved
+write, ending = saved.StateFile.write, threading.Event()
+def slowly(self, made):
+    if threading.current_thread() is threading.main_thread():
+        write(self, made)
+        ending.set()
+        return
+    if len(made) > 1:
+        print('{"event": "writing"}', file=sys.stderr, flush=True)
+        ending.wait(2)
+    write(self, made)
+saved.StateFile.write = slowly
+"""
+
+
+def test_a_write_that_has_begun_ends_before_the_last_one(policy, rows, tmp_path):
+    """Or else what is older would lie behind what is newer, or the one where the other lies."""
+    from pilot import life
+
+    def after(*seen):
+        return life(policy, rows[list(seen)])[-1]
+
+    asked = next(i for i in range(2, len(rows)) if after(0, 1, i) != after(0, i))
+    options = ("--state-file", str(tmp_path / "lives"))
+    with Served(policy, *options, before=SLOWLY) as server:
+        tick(server, rows[0], "one", sequence_start=True)
+        server.wait("writing")
+        tick(server, rows[1], "one")
+        tick(server, rows[5], "another", sequence_start=True)
+        assert server.stop() == 0
+    with Served(policy, *options) as server:
+        assert server.first("sessions restored")["sessions"] == 2
+        assert tick(server, rows[asked], "one").action == after(0, 1, asked)
+        assert tick(server, rows[6], "another").action == after(5, 6)
+
+
 def lives_of(policy, rows):
     """(i, n) -> the n-th action of a life that sees the rows from i on, by onnxruntime alone."""
     from pilot import life

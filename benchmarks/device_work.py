@@ -285,15 +285,15 @@ def numbers(told: Any, where: str = "") -> Iterator[tuple[str, float]]:
         yield where, told
 
 
-def done_on(device: torch.device, given: Recorded) -> dict[str, Any]:
-    told = {}
-    for file in Path().glob("*.pt"):
-        file.unlink()  # a checkpoint of the other device
+def done_on(device: torch.device, given: Recorded) -> Iterator[tuple[str, Any]]:
+    """The name of each piece of work with what it told, as it is done."""
     for name, work in WORK.items():
+        for file in Path().glob("*.pt"):
+            file.unlink()  # a checkpoint of the other device
         began = time.perf_counter()
         begin()
-        told[name] = plain(work(device, given))
+        told = plain(work(device, given))
         print(
             device.type, name, f"{time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True
         )
-    return told
+        yield name, told

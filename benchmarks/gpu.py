@@ -257,7 +257,8 @@ def parity(device: torch.device) -> dict[str, float]:
         os.chdir(folder)
         try:
             given = device_work.recorded()
-            told = [device_work.done_on(place, given) for place in (torch.device("cpu"), device)]
+            places = torch.device("cpu"), device
+            told = [dict(device_work.done_on(place, given)) for place in places]
         finally:
             os.chdir(home)
     for name, here in told[0].items():

@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help="rounds of forward chaining")
     parser.add_argument("--no-speed", action="store_true", help="leave speed and memory out")
     parser.add_argument("--queries", type=int, default=10_000, help="to measure the speed with")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each measure of speed")
     parser.add_argument("--compile", action="store_true", help="compile the search (a minute)")
     parser.add_argument("--no-rl-only", action="store_true", help="leave RL alone out")
     parser.add_argument("--threads", type=int, default=2)
@@ -189,7 +190,7 @@ def speed(world: ProofWorld, options: argparse.Namespace) -> dict:
             result["compile_seconds"] = time.perf_counter() - began
         began = time.perf_counter()
         runs: list[Proven] = []
-        while not runs or time.perf_counter() - began < 10.0:
+        while not runs or time.perf_counter() - began < options.seconds:
             runs.append(prove_all(world, prover, queries, slots, step))
         best = min(runs, key=lambda found: found.seconds)
         result["candidates_per_s"] = len(queries) / best.seconds
@@ -203,19 +204,19 @@ def speed(world: ProofWorld, options: argparse.Namespace) -> dict:
         )
     if len(world.pool):
         config = TrainConfig(imitation_steps=2, ppo_steps=2)
-        result["rollout_transitions_per_s"] = _rollout_speed(world, prover, slots, options.compile)
+        result["rollout_transitions_per_s"] = _rollout_speed(world, prover, slots, options)
         train_prover(world, prover, config, 0)  # for the memory that training takes
     result["peak_memory_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return result
 
 
-def _rollout_speed(world: ProofWorld, prover, slots: int, compile: bool) -> float:
+def _rollout_speed(world: ProofWorld, prover, slots: int, options: argparse.Namespace) -> float:
     """Transitions per second of the fused training rollout."""
     world.train()
-    step = fused_step(world, Student(prover, imitate=False), compile)
+    step = fused_step(world, Student(prover, imitate=False), options.compile)
     state, _, _ = step(world.reset(0, slots), None)
     began, ticks = time.perf_counter(), 0
-    while time.perf_counter() - began < 3.0:
+    while time.perf_counter() - began < options.seconds:
         state, _, _ = step(state, None)
         ticks += 1
     return ticks * slots / (time.perf_counter() - began)

@@ -1,22 +1,22 @@
 """What `benchmarks.device_work` measures on the CPU and on an emulated GPU.
 
-    python -m tests.emulated FILE
+    python -m tests.emulated
 
-writes down what both measured, and what the GPU was waited for. A process of its own: `fake_gpu`
-changes PyTorch.
+prints a line of JSON for every piece of work, as it is done: `[name, told]`, of a trainer what it
+measured on each device; at last `seen`, what the GPU was waited for. A process of its own:
+`fake_gpu` changes PyTorch.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
-from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
-from benchmarks.device_work import SEED, crossed, done_on, recorded, watchers
+from benchmarks.device_work import SEED, WORK, crossed, done_on, recorded, watchers
 from hamlet.learning import train_world_model
 from stages.common import prepare_torch
 from tests import fake_gpu
@@ -34,22 +34,29 @@ def watch(over: bool) -> None:
     fake_gpu.uploads.clear()
 
 
-def main(path: str) -> None:
+def main() -> None:
     fake_gpu.install()  # before autograd counts the devices
     watchers.append(watch)
     prepare_torch(SEED)
     train_world_model.REPORT_TICKS = (1, 5)
     with TemporaryDirectory() as folder:
         os.chdir(folder)
-        given = recorded()
-        cpu = done_on(torch.device("cpu"), given)
-        with fake_gpu.Gpu():
-            seen.clear()
-            one, other = torch.device("cpu"), torch.device("gpu:0")
-            gpu = done_on(other, given)
-            told = {"crossed": [crossed(one, other, given), crossed(other, one, given)]}
-    Path(path).write_text(json.dumps({"cpu": cpu, "gpu": gpu, "seen": seen} | told))
+        given, one, other = recorded(), torch.device("cpu"), torch.device("gpu:0")
+        on_cpu, on_gpu = done_on(one, given), done_on(other, given)
+        for name in WORK:
+            torch.manual_seed(SEED)
+            _, told = next(on_cpu)
+            torch.manual_seed(SEED)
+            with fake_gpu.Gpu():
+                say(name, {"cpu": told, "gpu": next(on_gpu)[1]})
+                if name == "social":
+                    say("crossed", [crossed(one, other, given), crossed(other, one, given)])
+        say("seen", seen)
+
+
+def say(name: str, told: Any) -> None:
+    print(json.dumps([name, told]), flush=True)
 
 
 if __name__ == "__main__":
-    main(str(Path(sys.argv[1]).absolute()))
+    main()

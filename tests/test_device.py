@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,21 +71,40 @@ UPLOADS = {
 """Where numbers are sent to the GPU, and when; nowhere at every tick."""
 
 
+class Emulated:
+    """What `tests.emulated` tells: each piece of work as soon as it is done."""
+
+    def __init__(self, process: subprocess.Popen[str], said: Path) -> None:
+        self.process, self.said, self.told = process, said, {}
+
+    def __getitem__(self, name: str) -> Any:
+        assert self.process.stdout
+        while name not in self.told:
+            line = self.process.stdout.readline()
+            assert line, self.said.read_text()[-3000:]
+            key, told = json.loads(line)
+            self.told[key] = told
+        return self.told[name]
+
+
 @pytest.fixture(scope="module")
-def done(tmp_path_factory) -> dict[str, Any]:
-    """What both devices measured; in a process of its own, which the emulated one changes."""
-    file = tmp_path_factory.mktemp("device") / "told.json"
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.emulated", str(file)],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert not ended.returncode, ended.stderr[-3000:]
-    return json.loads(file.read_text()) | {"stderr": ended.stderr}
+def done(tmp_path_factory) -> Iterator[Emulated]:
+    """In a process of its own, which the emulated device changes."""
+    said = tmp_path_factory.mktemp("device") / "stderr.txt"
+    command = [sys.executable, "-m", "tests.emulated"]
+    with (
+        said.open("w") as stderr,
+        subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True
+        ) as process,
+    ):
+        yield Emulated(process, said)
+        process.kill()
 
 
 @pytest.mark.parametrize("name", ["perception", "world_model", "social", "policy", "prover"])
 def test_training_on_a_gpu_measures_what_it_does_on_the_cpu(done, name):
-    ours, theirs = (dict(numbers(done[device][name])) for device in ("cpu", "gpu"))
+    ours, theirs = (dict(numbers(done[name][device])) for device in ("cpu", "gpu"))
     for name in ours:
         assert theirs.pop(name) == pytest.approx(ours[name], rel=CLOSE, abs=CLOSE), name
     assert not theirs
@@ -92,12 +112,12 @@ def test_training_on_a_gpu_measures_what_it_does_on_the_cpu(done, name):
 
 
 def test_what_began_on_one_device_goes_on_on_the_other_and_says_so(done):
-    expected = dict(numbers(done["cpu"]["social"]["rows"]))
+    expected = dict(numbers(done["social"]["cpu"]["rows"]))
     for found in done["crossed"]:
         assert dict(numbers(found)) == pytest.approx(expected, rel=CLOSE, abs=CLOSE)
     for first, then in (("cpu", "gpu"), ("gpu", "cpu")):
         line = f"a training begun on {first} goes on on {then}: not bit for bit"
-        assert done["stderr"].count(line) == 1
+        assert done.said.read_text().count(line) == 1
 
 
 @pytest.mark.parametrize(("kind", "allowed"), [("waits", WAITS), ("uploads", UPLOADS)])
@@ -107,8 +127,8 @@ def test_the_host_waits_and_sends_only_where_there_is_a_reason(done, kind, allow
 
 def test_of_what_is_asked_at_every_update_there_is_one(done):
     seen = done["seen"]["waits"]
-    rows = [done["gpu"][name]["rows"] for name in ("perception", "world_model", "social", "prover")]
-    rows += [done["gpu"]["policy"][name] for name in ("ppo", "impala")]
+    rows = [done[name]["gpu"]["rows"] for name in ("perception", "world_model", "social", "prover")]
+    rows += [done["policy"]["gpu"][name] for name in ("ppo", "impala")]
     assert seen["update.py:_apply"] <= 3 * sum(map(len, rows))
 
 

@@ -77,7 +77,7 @@ def hamlet(python: Path, folder: Path, *arguments: str, **options) -> subprocess
 def test_a_deployment_runs(copy, tmp_path, project, which):
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
     python = tmp_path / "venv" / "bin" / "python"
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip = [python, "-m", "pip", "install", "-q", "--no-compile", "--disable-pip-version-check"]
     if which == "oldest":
         subprocess.run([*pip, "-r", ROOT / "tests/oldest.txt"], check=True)
         subprocess.run([*pip, "--no-deps", copy.path], check=True)

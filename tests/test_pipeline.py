@@ -272,7 +272,8 @@ def test_act_answers_the_same_without_torch(tiny, tmp_path):
     bin_ = home / ("Scripts" if os.name == "nt" else "bin")
     constraints = tiny.path / "constraints.txt"
     source = f"{tiny.path}[cpu]"
-    tiny.run(str(bin_ / "python"), "-m", "pip", "install", "-q", "-c", str(constraints), source)
+    install = [str(bin_ / "python"), "-m", "pip", "install", "-q", "--no-compile"]
+    tiny.run(*install, "-c", str(constraints), source)
     bare = {k: v for k, v in tiny.env.items() if k != "PYTHONPATH"}
 
     def small(*command: str, **options) -> subprocess.CompletedProcess:

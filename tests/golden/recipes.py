@@ -331,7 +331,7 @@ def trainers() -> Numbers:
     before, train_world_model.REPORT_TICKS = train_world_model.REPORT_TICKS, (1, 5)
     try:
         with tempfile.TemporaryDirectory() as folder, chdir(folder):
-            told = device_work.done_on(torch.device("cpu"), device_work.recorded())
+            told = dict(device_work.done_on(torch.device("cpu"), device_work.recorded()))
     finally:
         train_world_model.REPORT_TICKS = before
     return {name: float(value) for name, value in device_work.numbers(told)}

@@ -30,7 +30,7 @@ def untrained(town):
     torch.nn.init.normal_(policy.future_weight[-1].weight, std=2.0)  # imagination matters
     torch.nn.init.normal_(perception.location_table.weight, std=0.1)
     social = Social(shape, 16)
-    mind = Mind(perception, WorldModel(shape, 8, 32, 2), social, policy, candidates=2, horizon=2)
+    mind = Mind(perception, WorldModel(shape, 8, 32, 2), social, policy, candidates=2, horizon=1)
     mind.requires_grad_(False).eval()
     state = blank(4, perception.recurrent_dim, shape.num_others, social.recurrent_dim, n)
     obs = observation_from(town.observe(town.reset(1, 4 // shape.num_agents)), 2)

@@ -36,7 +36,8 @@ with stage_run(name, params) as run:
     for step in range(50):
         run.metrics({"x": params.seed + step}, step)
     run.tag("mode", os.environ["MODE"])
-    if (os.environ["MODE"], os.environ["MLFLOW_EXPERIMENT_NAME"], name) == ("queue", "default", "one"):
+    case = os.environ["MODE"], os.environ["MLFLOW_EXPERIMENT_NAME"], name
+    if case == ("queue", "default", "one"):
         from stages.common import cores  # which imports torch: once is enough
         run.tag("cores", cores())
     Path(name).write_text(str(params.seed))

@@ -65,7 +65,7 @@ def test_every_trainer_and_a_match_take_a_town_of_another_shape(pack_file, tmp_p
     work = {name: do for name, do in device_work.WORK.items() if name != "prover"}
     monkeypatch.setattr(device_work, "WORK", work)
     given = device_work.recorded()
-    told = device_work.done_on(torch.device("cpu"), given)
+    told = dict(device_work.done_on(torch.device("cpu"), given))
     assert told.keys() == work.keys()
     alone = given.data["others_meters"].shape[3] == 0
     assert (told["social"]["rows"] == []) == alone

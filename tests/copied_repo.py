@@ -117,6 +117,13 @@ def warm_server() -> Path:
     return address
 
 
+def pip_of(python: Path) -> list[str]:
+    """pip's install, of this process's pip, into another environment, which has none of its own:
+    to install pip takes longer than what a deployment needs."""
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
+    return [*pip, "install", "-q", "--no-compile"]
+
+
 def tail(done: subprocess.CompletedProcess) -> str:
     return f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 

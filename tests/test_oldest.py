@@ -6,12 +6,13 @@ import json
 import re
 import signal
 import subprocess
-import sys
 import tomllib
 import urllib.request
+import venv
 from pathlib import Path
 
 import pytest
+from copied_repo import pip_of
 
 ROOT = Path(__file__).parents[1]
 DEPLOYED = ("cpu", "serve", "grpc")  # extras whose lower bounds are run here
@@ -75,16 +76,16 @@ def hamlet(python: Path, folder: Path, *arguments: str, **options) -> subprocess
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["oldest", "newest"])
 def test_a_deployment_runs(copy, tmp_path, project, which):
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    venv.create(tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
-    pip = [python, "-m", "pip", "install", "-q", "--no-compile", "--disable-pip-version-check"]
+    pip = pip_of(python)
     if which == "oldest":
         subprocess.run([*pip, "-r", ROOT / "tests/oldest.txt"], check=True)
         subprocess.run([*pip, "--no-deps", copy.path], check=True)
     else:
         subprocess.run([*pip, f"{copy.path}[{','.join(DEPLOYED)}]"], check=True)
     frozen = (
-        subprocess.run([python, "-m", "pip", "freeze"], capture_output=True, text=True, check=True)
+        subprocess.run([*pip[:-3], "freeze"], capture_output=True, text=True, check=True)
         .stdout.lower()
         .replace("_", "-")
     )

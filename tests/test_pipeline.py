@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from copied_repo import Repo, warm
+from copied_repo import Repo, pip_of, warm
 
 from hamlet.artifacts import sha256_file
 from stages.dependencies import NEUTRAL, module_of, sources
@@ -268,12 +268,12 @@ def test_a_profile_accounts_for_the_time_and_makes_nothing_else(tiny, tmp_path):
 
 def test_act_answers_the_same_without_torch(tiny, tmp_path):
     home = tmp_path / "small"
-    venv.create(home, with_pip=True)
+    venv.create(home)
     bin_ = home / ("Scripts" if os.name == "nt" else "bin")
     constraints = tiny.path / "constraints.txt"
     source = f"{tiny.path}[cpu]"
-    install = [str(bin_ / "python"), "-m", "pip", "install", "-q", "--no-compile"]
-    tiny.run(*install, "-c", str(constraints), source)
+    command = [*pip_of(bin_ / "python"), "-c", str(constraints), source]
+    subprocess.run(command, env=tiny.env, check=True, capture_output=True)
     bare = {k: v for k, v in tiny.env.items() if k != "PYTHONPATH"}
 
     def small(*command: str, **options) -> subprocess.CompletedProcess:

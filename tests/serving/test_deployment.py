@@ -11,7 +11,7 @@ import urllib.request
 import venv
 
 import pytest
-from copied_repo import ROOT
+from copied_repo import ROOT, pip_of
 
 pytestmark = pytest.mark.slow
 
@@ -20,14 +20,14 @@ def test_serving_installs_in_150_mb_and_serves(agent, tmp_path, capsys):
     """A new environment with `.[serve,cpu]`: no torch, under 150 MB without pip itself, and the
     server answers in it."""
     home = tmp_path / "venv"
-    venv.create(home, with_pip=True)
+    venv.create(home)
     site = next(home.rglob("site-packages"))
     before = {p.name for p in site.iterdir()}
     source = tmp_path / "hamlet"
     ignored = shutil.ignore_patterns(".git", "artifacts", "__pycache__", "*.egg-info", ".dvc")
     shutil.copytree(ROOT, source, ignore=ignored)
-    command = [home / "bin/python", "-m", "pip", "install", "-q", "--no-compile", "-c",
-               source / "constraints.txt", f"{source}[serve,cpu]"]  # fmt: skip
+    command = [*pip_of(home / "bin/python"), "-c", source / "constraints.txt",
+               f"{source}[serve,cpu]"]  # fmt: skip
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     subprocess.run(list(map(str, command)), check=True, env=env, capture_output=True)
     files = [

@@ -65,6 +65,19 @@ def test_atomic_path_replaces_and_leaves_nothing_else(tmp_path):
     assert names(target.parent) == ["a.pt2"]
 
 
+def test_a_path_may_be_text(tmp_path):
+    file, folder = str(tmp_path / "a" / "x.json"), str(tmp_path / "b")
+    with atomic_path(file) as temporary:
+        temporary.write_text('{"x": 1}')
+    with atomic_dir(folder) as fresh:
+        (fresh / "y").write_text("2")
+    for path in (file, folder):
+        write_card(path, "made", SCHEMA, {}, "pack")
+        assert card_path(path) == Path(f"{path}.json")
+        assert check_card(path)["sha256"] == sha256_path(path)
+    assert read_json(file) == {"x": 1}
+
+
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_atomic_path_keeps_the_old_file_on_failure(tmp_path, error):
     target = tmp_path / "a.bin"

@@ -36,7 +36,7 @@ def model(tmp_path):
 
 
 def test_a_checked_file_opens_and_runs(model):
-    session = open_session(model)
+    session = open_session(str(model))
     x = np.ones((3, 2), np.float32)
     np.testing.assert_array_equal(session.run(None, {"x": x})[0], 2 * x)
     assert session.get_providers()[-1] == "CPUExecutionProvider"

@@ -53,7 +53,7 @@ GOOD: dict[str, Any] = {"name": "small", "inner": {"steps": 3, "rate": 0.1}, "si
 def load(tmp_path: Path, data: Any) -> Outer:
     path = tmp_path / "p.yaml"
     path.write_text(data if isinstance(data, str) else yaml.safe_dump(data))
-    return load_model(path, Outer)
+    return load_model(str(path), Outer)
 
 
 def fails(tmp_path: Path, data: Any) -> str:
@@ -161,7 +161,7 @@ def own_file() -> dict[str, Any]:
 
 
 def test_the_repository_file_loads_and_gives_every_number():
-    params = load_params(ROOT / "params.yaml")
+    params = load_params(str(ROOT / "params.yaml"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         dumped = params.model_dump(mode="json")

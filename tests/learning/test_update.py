@@ -173,8 +173,9 @@ def test_fused_and_foreach_take_the_same_steps():
     torch.testing.assert_close(weights(model), weights(twin), atol=1e-5, rtol=1e-4)
 
 
-def test_where_fused_is_not_supported_foreach_is_taken():
-    optimizer = fused_adam([nn.Parameter(torch.zeros(3, device="meta"))], 0.01)
+@pytest.mark.parametrize("kind", [{"device": "meta"}, {"dtype": torch.complex64}])
+def test_where_fused_is_not_supported_foreach_is_taken(kind):
+    optimizer = fused_adam([nn.Parameter(torch.zeros(3, **kind))], 0.01)
     assert optimizer.defaults["foreach"]
     assert not optimizer.defaults["fused"]
 

@@ -63,8 +63,8 @@ def test_held_out_triples_are_never_known(tmp_path):
 
 def test_writing_and_reading_gives_the_graph_back(tmp_path):
     graph = kinship_graph(2, 3)
-    write_graph(graph, tmp_path / "x")
-    again = load_graph(tmp_path / "x")
+    write_graph(graph, str(tmp_path / "x"))
+    again = load_graph(str(tmp_path / "x"))
     assert again.entities == graph.entities
     assert all(torch.equal(again.splits[s], graph.splits[s]) for s in graph.splits)
     assert [(r.name, r.body, r.head) for r in again.rules] == [

@@ -268,7 +268,7 @@ def test_saved_and_loaded_it_scores_the_same(world, tmp_path):
     for parameter in prover.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     save_prover(tmp_path / "prover", prover, world, rounds=4)
-    loaded, again = load_prover(tmp_path / "prover")
+    loaded, again = load_prover(str(tmp_path / "prover"))
     queries = world.graph.splits["test"]
     one = prove_all(world, prover, queries, 16)
     two = prove_all(again, loaded, queries, 16)

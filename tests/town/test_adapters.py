@@ -109,7 +109,7 @@ def test_masks_can_be_sampled_from():
 def test_seeds_are_those_of_the_single_environments():
     env = vector_env(3)
     listed, _ = env.reset(seed=[7, 8, 20])
-    counted, _ = env.reset(seed=7)
+    counted, _ = env.reset(seed=np.int64(7))  # as a generator of NumPy draws it
     assert np.array_equal(listed[:2], counted[:2])
     assert not np.array_equal(listed[2], counted[2])
     for seed, row in ((7, listed[0]), (20, listed[2])):
@@ -261,6 +261,21 @@ def test_every_agent_ends_once_and_the_world_with_the_last():
                 assert np.flatnonzero(mask).tolist() == [WAIT]
                 assert rewards[agent] == 0.0
     assert set(ends.values()) == {1}
+
+
+def test_for_supersuit_all_stay_until_the_world_ends():
+    env = zoo_env(pack=SHORT, convention="supersuit")
+    *before, last = play_zoo(env)
+    assert before
+    died: set[str] = set()
+    for acted, _, _, terminated, truncated, _ in [*before, last]:
+        assert acted == env.possible_agents
+        died |= {agent for agent in acted if terminated[agent]}
+    assert died
+    _, _, _, terminated, truncated, _ = last
+    for agent in env.possible_agents:
+        assert (terminated[agent], truncated[agent]) == (agent in died, agent not in died)
+    assert env.agents == []
 
 
 def test_actions_are_wanted_of_those_who_play_and_nobody_else():

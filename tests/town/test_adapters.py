@@ -244,7 +244,14 @@ def test_what_is_observed_lies_in_its_space(convention):
     env = zoo_env(pack=SHORT, convention=convention)
     observations, _ = env.reset(seed=0)
     for agent in env.agents:
-        assert env.observation_space(agent).contains(observations[agent])
+        space = env.observation_space(agent)
+        assert space.contains(observations[agent])
+        if convention != "supersuit":
+            mask = space["action_mask"]
+            assert (mask.low.tolist(), mask.high.tolist()) == (
+                [0] * len(mask.low),
+                [1] * len(mask.low),
+            )
 
 
 def test_every_agent_ends_once_and_the_world_with_the_last():
@@ -268,7 +275,7 @@ def test_for_supersuit_all_stay_until_the_world_ends():
     *before, last = play_zoo(env)
     assert before
     died: set[str] = set()
-    for acted, _, _, terminated, truncated, _ in [*before, last]:
+    for acted, _, _, terminated, _, _ in [*before, last]:
         assert acted == env.possible_agents
         died |= {agent for agent in acted if terminated[agent]}
     assert died

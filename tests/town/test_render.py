@@ -43,6 +43,10 @@ def test_every_place_is_drawn_in_its_cell_and_pale_while_it_is_closed():
         expected = colour if shot.opened[index] else pale
         assert tuple(seen[top + 40, left + 9]) == expected
         assert tuple(seen[top + CELL // 2, left + 5]) == colour  # its border
+        opens, closes = TOWN.pack.affordances[index].hours
+        below = seen[top + CELL - 26 : top + CELL - 10, left + 11 : left + CELL - 10]
+        told = not shot.opened[index] or (closes - opens) % 24 != 0  # "closed", or its hours
+        assert (below != expected).any() == told
     empty = next(c for c in range(TOWN.width * TOWN.height) if c not in shot.cells and c > 0)
     x, y = empty % TOWN.width, empty // TOWN.width
     assert tuple(seen[HEADER + y * CELL + 30, MARGIN + x * CELL + 30]) == PAPER

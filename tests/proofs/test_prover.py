@@ -192,6 +192,16 @@ def test_proofs_rest_on_training_facts_and_apply_real_rules(world):
     assert proven > 0.9 * len(graph.splits["test"])
 
 
+def test_a_proof_is_text_with_what_it_rests_on_further_right():
+    facts = [Proof(Triple("parent", a, b), "") for a, b in (("a", "b"), ("b", "c"))]
+    proof = Proof(Triple("grandparent", "a", "c"), "k7: some rule", tuple(facts))
+    assert proof.lines() == [
+        f"{proof.atom}  [by k7: some rule]",
+        f"  {facts[0].atom}  [fact]",
+        f"  {facts[1].atom}  [fact]",
+    ]
+
+
 def test_the_picture_shows_a_box_for_every_atom():
     facts = [Proof(Triple("parent", a, b), "") for a, b in (("a", "b"), ("b", "c"))]
     rule = "k7: parent(X, Z), parent(Z, Y) -> grandparent(X, Y)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import threading
 import time
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from benchmarks.serving import json_request
 from hamlet.artifacts import HamletError
 from hamlet.serving import tensors
 from hamlet.serving.engine import MAX_BATCH, MAX_DEEP
+from hamlet.serving.errors import HTTPError
 from hamlet.serving.metrics import Counts
 from hamlet.serving.model import pack
 from hamlet.serving.session import PendingTick
@@ -140,6 +142,22 @@ def test_a_session_is_idle_from_its_beginning_or_its_last_tick(engine, monkeypat
     assert "kept" not in engine.sessions
     assert "old" in engine.sessions
     assert engine.metrics.sessions_closed["timeout"] == 1
+
+
+@pytest.mark.parametrize(
+    ("ttl", "idle", "seconds"),
+    [(60.0, 20.0, 40), (60.0, 59.9, 1), (60.0, 70.0, 1), (math.inf, 5.0, 3600)],
+)
+def test_who_comes_when_all_is_taken_is_told_when_a_session_will_have_ended(
+    engine, monkeypatch, ttl, idle, seconds
+):
+    monkeypatch.setattr(engine, "session_ttl", ttl)
+    monkeypatch.setattr(engine, "max_sessions", len(engine.sessions) + 1)
+    engine.open("oldest")
+    next(iter(engine.sessions.values())).used = time.monotonic() - idle
+    with pytest.raises(HTTPError) as caught:
+        engine.open("one too many")
+    assert (caught.value.status, caught.value.retry) == (429, seconds)
 
 
 def test_sessions_that_were_opened_in_another_order_are_swept_by_their_last_use(

@@ -204,6 +204,32 @@ def test_ticks_that_wait_for_their_session_come_in_order_and_all_are_answered(en
     assert engine.queued == 0
 
 
+def test_asked_again_before_it_has_run_a_tick_is_one_and_answers_both(engine, seen):
+    record = pack(engine.current.fields, next(iter(seen)))
+    repeated = engine.metrics.repeated
+
+    async def ask() -> tuple[list, int]:
+        loop, answers = asyncio.get_running_loop(), []
+        session = engine.open("twice", seed=5)
+        for request in ("one", "one", "two"):
+            answer = loop.create_future()
+
+            def done(action, more, answer=answer):
+                answer.set_result((action, more))
+
+            engine.tick("twice", record, done, request=request)
+            answers.append(answer)
+        found = await asyncio.wait_for(asyncio.gather(*answers), 10)
+        ticks = session.ticks
+        engine.close(session, "end")
+        return found, ticks
+
+    (first, again, _), ticks = asyncio.run(ask())
+    assert first == again
+    assert ticks == 2
+    assert engine.metrics.repeated == repeated + 1
+
+
 def test_who_asks_wrongly_or_waits_too_long_is_told_and_the_others_are_answered(engine, seen):
     model = engine.current
     told: dict[str, tuple] = {}

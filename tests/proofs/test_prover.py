@@ -424,8 +424,9 @@ def test_each_phase_learns_at_its_own_falling_rate(world, monkeypatch):
     assert rates == pytest.approx([4e-3, 3e-3, 2e-3, 1e-3, 2e-4, 1e-4])
 
 
-def test_each_phase_begins_with_the_best_weights_so_far_and_the_best_stay(world):
-    """Imitation that ruins the prover leaves nothing to PPO, nor to who uses it."""
+@pytest.mark.parametrize("rates", [(5.0, 0.0), (0.0, 5.0)])
+def test_each_phase_begins_with_the_best_weights_so_far_and_the_best_stay(world, rates):
+    """Imitation that ruins the prover leaves nothing to PPO, nor to who uses it; nor does PPO."""
     torch.manual_seed(0)
     prover = build_prover(world, hidden=16)
     start = {name: value.clone() for name, value in prover.state_dict().items()}
@@ -435,13 +436,13 @@ def test_each_phase_begins_with_the_best_weights_so_far_and_the_best_stay(world)
         seen[phase] = {name: value.clone() for name, value in prover.state_dict().items()}
 
     config = TrainConfig(
-        slots=16, ticks=4, imitation_steps=3, ppo_steps=1, minibatches=1, learning_rate=5.0,
-        ppo_learning_rate=0.0,
+        slots=16, ticks=4, imitation_steps=3, ppo_steps=3, minibatches=1, learning_rate=rates[0],
+        ppo_learning_rate=rates[1],
     )  # fmt: skip
     told = train_prover(world, prover, config, 0, look)
-    assert any(not torch.equal(seen["imitation"][name], start[name]) for name in start)
-    if told["chosen_phase"] == 0:  # what was there before is the best
-        learned = [name for name, _ in prover.named_parameters()]
-        for weights in (seen["ppo"], prover.state_dict()):
-            assert all(torch.equal(weights[name], start[name]) for name in learned)
-    assert told["chosen_phase"] == 0
+    ruined, other = ("imitation", "ppo") if rates[0] else ("ppo", "imitation")
+    learned = [name for name, _ in prover.named_parameters()]
+    assert any(not torch.equal(seen[ruined][name], start[name]) for name in learned)
+    assert told["chosen_phase"] == 0  # what was there before is the best
+    for weights in (seen[other], prover.state_dict()):
+        assert all(torch.equal(weights[name], start[name]) for name in learned)

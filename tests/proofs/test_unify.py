@@ -198,6 +198,18 @@ def test_a_head_with_one_variable_unifies_both_arguments():
     assert not search(kb, graph, _ids(graph, "p(a,b)"), depth=5)
 
 
+def test_a_head_with_one_variable_binds_what_the_other_goals_ask():
+    """p(a, Z), t(Z, Y): by p(X, X) Z is a, by p(X, Y) it is whatever is asked next."""
+    graph = graph_of(
+        ["q(a,c)", "q(c,a)", "u(a,d)", "t(a,b)", "t(c,e)", "t(d,f)"],
+        ["q(X,Y), q(Y,X) -> p(X,X)", "u(X,Y) -> p(X,Y)", "p(X,Z), t(Z,Y) -> r(X,Y)"],
+        test=["r(a,b)", "r(a,e)", "r(a,f)"],
+    )
+    kb = build_knowledge_base(graph, close(graph), MODES["resolution"])
+    found = [search(kb, graph, _ids(graph, f"r(a,{name})"), depth=9) for name in "bef"]
+    assert found == [True, False, True]
+
+
 def test_closure_beyond_the_budget_is_dropped_and_counted():
     facts = [f"p(x{i},x{i + 1})" for i in range(12)]
     graph = graph_of(facts, ["p(X,Z), p(Z,Y) -> q(X,Y)"])

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.serving import json_request
 from hamlet.artifacts import HamletError
 from hamlet.serving import tensors
-from hamlet.serving.engine import MAX_BATCH, MAX_DEEP
+from hamlet.serving.engine import MAX_BATCH, MAX_DEEP, MAX_QUEUE
 from hamlet.serving.errors import HTTPError
 from hamlet.serving.metrics import Counts
 from hamlet.serving.model import pack
@@ -87,6 +87,15 @@ def test_a_long_run_of_a_state_from_a_client_holds_no_session_up(engine, seen):
         await waiting
 
     asyncio.run(both())
+
+
+def test_where_too_many_wait_a_state_from_a_client_is_pushed_back_too(engine, monkeypatch):
+    monkeypatch.setattr(engine, "_queued", MAX_QUEUE)
+    pushed_back = engine.metrics.pushed_back
+    with pytest.raises(HTTPError) as caught:
+        asyncio.run(engine.once(engine.current, {}, []))
+    assert (caught.value.status, caught.value.retry) == (429, 1)
+    assert engine.metrics.pushed_back == pushed_back + 1
 
 
 def inputs_of(observation) -> list[dict]:

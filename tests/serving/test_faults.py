@@ -25,6 +25,7 @@ from benchmarks.serving_load import load
 from hamlet.serving.agent import OnnxAgent
 from hamlet.serving.app import MAX_IGNORED
 from hamlet.serving.headers import MAX_BODY
+from hamlet.serving.model import RNG_RANGE
 
 
 def talk_raw(server: Served, data: bytes, *, close: bool = False, seconds: float = 30) -> bytes:
@@ -115,7 +116,7 @@ def twice(data, name):
         (lambda d: d | {"parameters": {"sequence_start": True}}, "'sequence_id' is missing"),
         (lambda d: d | {"parameters": {"sequence_id": 1, "sequence_start": 2}}, "'sequence_start'"),
         (lambda d: d | {"parameters": {"sequence_id": 1, "timeout": -4}}, "'timeout'"),
-        (lambda d: d | {"parameters": {"sequence_id": 1, "seed": 2**40}}, "'seed'"),
+        (lambda d: d | {"parameters": {"sequence_id": 1, "seed": RNG_RANGE}}, "'seed'"),
     ],
 )  # fmt: skip
 def test_a_wrong_field_is_named(server, seen, witness, change, told):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from hamlet.town import PackError, Town, load_pack
@@ -248,3 +249,16 @@ def test_no_mangled_pack_is_met_with_a_python_error(tmp_path):
             (pack / way[0]).write_text(yaml.safe_dump(CONTENT[way[0]]))
     assert len(told) > 300
     assert [line for line in told if "\n" in line] == []
+
+
+def test_a_world_of_two_begins_anew_when_both_are_gone(tmp_path):
+    content = changed("training.yaml", "population", "num_agents", to=2)
+    town = Town(load_pack(written(tmp_path, content)), num_layouts=2)
+    state, wait = town.reset(0, 1), torch.full((1, 2), town.action_names.index("WAIT"))
+    energy = town.meter_names.index("energy")
+    for gone in ([True, False], [True, True]):
+        meters = state["meters"].clone()
+        meters[0, gone.index(True) if gone.count(True) == 1 else 1, energy] = 0.001
+        state = town.step_and_reset_core(town.rearrange(state, meters=meters), wait)
+        assert state["episode_over"].tolist() == [all(gone)]
+        assert state["tick"].tolist() == [0 if all(gone) else 1]

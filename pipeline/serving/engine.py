@@ -345,9 +345,9 @@ class Engine:
             item = queue.popleft()
             if item.session.closed:
                 self._leave(item, HTTPError(404, f"session '{item.session.id}' ended"))
-            elif item.deadline < now:
+            elif item.arrived + item.seconds < now:
                 self.metrics.late += 1
-                waited = f"no turn within the timeout of {item.deadline - item.arrived:g} s"
+                waited = f"no turn within the timeout of {item.seconds:g} s"
                 self._leave(item, HTTPError(429, waited, retry=1))
             elif not model.deliberates(item.session.slot):
                 batch.append(item)

@@ -45,7 +45,7 @@ class PendingTick:
     None and the error, an HTTPError or a HamletError (a bad observation).
     """
 
-    __slots__ = ("arrived", "deadline", "done", "end", "key", "record", "session", "thoughts")
+    __slots__ = ("arrived", "done", "end", "key", "record", "seconds", "session", "thoughts")
 
     def __init__(
         self,
@@ -59,5 +59,5 @@ class PendingTick:
     ) -> None:
         self.session, self.record, self.end, self.thoughts = session, record, end, thoughts
         self.arrived = time.monotonic()
-        self.deadline = self.arrived + seconds
+        self.seconds = seconds  # from then, in which its turn must come
         self.done, self.key = done, key

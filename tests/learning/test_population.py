@@ -189,6 +189,14 @@ def test_whoever_plays_alone_forgets_where_its_world_is_over_and_only_there():
     assert told["returns"].tolist() == [[0, 1], [2, 3], [4, 5]]
 
 
+def test_a_match_that_nobody_wins_is_half_a_win():
+    table = torch.zeros(2, 2, 10, 2, dtype=torch.float64)
+    table[0, 1, :2, 0] = table[0, 1, 6:, 1] = 1.0  # of ten it wins two, and four are even
+    table[1, 0, :5, 0] = table[1, 0, 5:, 1] = 1.0  # the other one wins five, and none is even
+    wins = standing(table).wins
+    assert wins.tolist() == [[0.5, pytest.approx(0.45)], [pytest.approx(0.55), 0.5]]
+
+
 def test_what_a_table_of_matches_says():
     """The first of three loses to both, the others are equal; all do better among weak ones."""
     table = torch.zeros(3, 3, 10, 2, dtype=torch.float64)

@@ -239,6 +239,24 @@ def test_asked_again_before_it_has_run_a_tick_is_one_and_answers_both(engine, se
     assert engine.metrics.repeated == repeated + 1
 
 
+def test_a_timeout_is_told_as_it_was_asked_for_whatever_the_clock_shows(engine, seen):
+    """A clock of many hours rounds a sum with a millionth of a second."""
+    record = pack(engine.current.fields, next(iter(seen)))
+
+    async def ask() -> str:
+        answer = asyncio.get_running_loop().create_future()
+
+        def done(action, error):
+            answer.set_result(error.message)
+
+        item = PendingTick(engine.open("late"), record, 1e-12, False, False, done)
+        item.arrived = 10.3
+        engine.submit(item)
+        return await asyncio.wait_for(answer, 10)
+
+    assert asyncio.run(ask()) == "no turn within the timeout of 1e-12 s"
+
+
 def test_who_asks_wrongly_or_waits_too_long_is_told_and_the_others_are_answered(engine, seen):
     model = engine.current
     told: dict[str, tuple] = {}

@@ -175,6 +175,46 @@ def test_nonsense_gets_one_clear_line(edit, tmp_path):
         assert part in message
 
 
+NAMES_METERS = {
+    "cascades": lambda p: p["cascades"][0].update(source="enrgy"),
+    "modulations": lambda p: p["modulations"][0].update(target="enrgy"),
+    "terminal": lambda p: p["terminal"][0].update(meter="enrgy"),
+    "move_price": lambda p: p.update(move_price={"enrgy": 0.1}),
+    "interact_price": lambda p: p.update(interact_price={"enrgy": 0.1}),
+    "reward.meters": lambda p: p.update(reward={"meters": ["enrgy"]}),
+    "actions.SING.effects": lambda p: p.update(
+        actions=[{"name": "SING", "effects": {"enrgy": 0.1}}]
+    ),
+    "affordances.Bed.price": lambda p: place(p, "Bed").update(price={"enrgy": 0.1}),
+    "affordances.Bed.price_per_tick": lambda p: place(p, "Bed").update(
+        price_per_tick={"enrgy": 0.1}
+    ),
+    "affordances.Bed.effects_on_completion": lambda p: place(p, "Bed").update(
+        effects_on_completion={"enrgy": 0.1}
+    ),
+    "affordances.Bed.preconditions": lambda p: place(p, "Bed").update(
+        preconditions=[{"meter": "enrgy", "op": "<", "value": 0.5}]
+    ),
+    "cues.is_working": lambda p: next(c for c in p["cues"] if c["name"] == "is_working").update(
+        any_of=[{"meter": "enrgy", "below": 0.5}]
+    ),
+    "schedule.9.depletion": lambda p: p.update(
+        schedule=[{"tick": 9, "depletion": {"enrgy": 0.01}}]
+    ),
+}
+
+
+@pytest.mark.parametrize("where", NAMES_METERS)
+def test_a_meter_that_is_none_is_told_by_the_field_that_names_it(where, tmp_path):
+    content = copy.deepcopy(BASE)
+    NAMES_METERS[where](content)
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(content))
+    with pytest.raises(PackError) as caught:
+        load_pack(file)
+    assert str(caught.value).startswith(f"mine.yaml: {where}: unknown meter 'enrgy'; use one of ")
+
+
 def test_what_lies_on_a_limit_is_a_pack(tmp_path):
     """The last values before the ones that are refused."""
     content = copy.deepcopy(BASE)

@@ -3,6 +3,7 @@ rounding."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from tensordict import TensorDict
 
 from hamlet.export.frozen import freeze, load_frozen
 from hamlet.export.onnx import export_onnx
+from hamlet.learning.checkpoint import Checkpoint
 from hamlet.learning.train_world_model import (
     INPUTS,
     calibrate,
@@ -24,6 +26,7 @@ from hamlet.modules.world_model import WorldModel, level
 from hamlet.ort import open_unchecked
 from hamlet.params import WorldModelParams
 from hamlet.town import Town, load_pack
+from tests.learning.interrupted import Stopped, StoppedLog
 
 LATENT, TICKS, WORLDS, GAMMA = 3, 80, 24, 0.9
 GAIN, LOSS = 0.1, 0.02
@@ -160,6 +163,23 @@ def sized(horizon: int, steps: int) -> WorldModelParams:
         hidden=16, members=2, horizon=horizon, steps=steps, batch=64, learning_rate=5e-3,
         precision="fp32", shard=False,
     )  # fmt: skip
+
+
+def test_an_interrupted_training_ends_with_the_same_weights(shape, lived, tmp_path, monkeypatch):
+    every_step = partial(Checkpoint, interval=0)
+    monkeypatch.setattr("hamlet.learning.train_world_model.Checkpoint", every_step)
+    params, worlds = sized(horizon=2, steps=6), torch.arange(16)
+
+    def train(file, stop=None):
+        log = StoppedLog(stop)
+        model = train_world_model(lived, worlds, shape, LATENT, params, 5, tmp_path / file, log)
+        return model.state_dict()
+
+    whole = train("whole.pt")
+    with pytest.raises(Stopped):
+        train("parts.pt", stop=4)
+    parts = train("parts.pt")
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
 
 
 def test_rules_are_learned_and_held_out_worlds_are_predicted(shape, lived, tmp_path):

@@ -39,6 +39,12 @@ DOUBLING = (
     b"\x10\r"
 )
 
+# What dvc writes in place, what it says of one that is not whole, and what mends that.
+HALF_WRITTEN = [
+    (".dvc/tmp/rwlock", "Unable to read RWLock-file", "rm .dvc/tmp/rwlock"),
+    ("dvc.lock", "dvc.lock' validation failed", "git checkout dvc.lock"),
+]
+
 
 class Check(NamedTuple):
     """One finding: status is "ok", "warn" (something is missing or stale) or "fail" (broken).
@@ -254,11 +260,7 @@ def _stages() -> Iterator[Check]:
         env={**os.environ, "DVC_NO_ANALYTICS": "true"},
     )
     if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        fix = "run `dvc status`"
-        if "not a git repository" in reason:
-            fix = "git init, or without Git: dvc config --local core.no_scm true"
-        yield Check("stages", "fail", f"`dvc status` failed: {reason}", fix)
+        yield _refused(done.stderr)
         return
     changes = json.loads(done.stdout or "{}")
     stale = {stage: why for stage, entries in changes.items() if (why := _reasons(entries))}
@@ -270,6 +272,19 @@ def _stages() -> Iterator[Check]:
         yield Check(f"stage {stage}", "warn", detail, fix)
     if not stale:
         yield Check("stages", "ok", "every stage is up to date")
+
+
+def _refused(errors: str) -> Check:
+    """Why `dvc status` failed, from what it printed, and what mends it."""
+    for file, told, fix in HALF_WRITTEN:
+        if told in errors:
+            detail = f"{file} is half written, as a killed dvc leaves it; what was made is kept"
+            return Check("stages", "fail", detail, fix)
+    reason = (errors.strip().splitlines() or ["no reason given"])[-1]
+    fix = "run `dvc status`"
+    if "not a git repository" in reason:
+        fix = "git init, or without Git: dvc config --local core.no_scm true"
+    return Check("stages", "fail", f"`dvc status` failed: {reason}", fix)
 
 
 def _reasons(changes: list[Any]) -> list[str]:

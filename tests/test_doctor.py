@@ -128,6 +128,31 @@ def test_without_git_the_fix_is_named_and_mends_it(repo):
     assert "stages" not in by_name() or by_name()["stages"].status != "fail"
 
 
+@pytest.mark.parametrize(
+    ("file", "left"),
+    [(".dvc/tmp/rwlock", ""), ("dvc.lock", "schema: '2.0'\nstages:\n  one:\n")],
+)
+def test_what_a_killed_dvc_leaves_half_written_is_named_and_mended(repo, file, left):
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "init", "-q"], check=True)
+    dvc("init")
+    Path("dvc.yaml").write_text(
+        "stages:\n"
+        "  one: {cmd: cp params.yaml a.txt && echo 1 >> ran, deps: [params.yaml], outs: [a.txt]}\n"
+    )
+    Path("dvc.lock").write_text("schema: '2.0'\n")
+    subprocess.run(["git", "add", "dvc.lock"], check=True)
+    subprocess.run([*git, "commit", "-qm", "before it was run"], check=True)
+    dvc("repro")
+    (repo / file).write_text(left)
+    found = by_name()["stages"]
+    assert (found.status, found.detail.split()[0]) == ("fail", file)
+    subprocess.run(found.fix, shell=True, check=True)
+    dvc("repro")
+    assert by_name()["stages"].status == "ok"
+    assert Path("ran").read_text() == "1\n", "what was made is kept"
+
+
 def test_interrupted_work_is_listed(repo):
     for name in ("world_model", "tune", "study-no_social-2"):
         (repo / "checkpoints" / f"{name}-0123456789abcdef").mkdir(parents=True)

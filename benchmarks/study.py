@@ -123,14 +123,14 @@ class Flat(Policy):
     def learned_logits(self, f: Features) -> Tensor:
         attended = super().learned_logits(f).softmax(-1)
         cells = self.cell_offsets(f)
-        there = (-4 * cells.square().sum(-2, True)).exp()
-        facts = torch.cat([cells, self.offset_spread(f), there, self.posted_hours(f)], -2)
-        facts = (facts * attended[..., None, : facts.shape[-1]]).sum(-1)
+        there = (-4 * cells.square().sum(0, True)).exp()
+        facts = torch.cat([cells, self.offset_spread(f), there, self.posted_hours(f)])
+        facts = (facts * attended[..., : facts.shape[-1]]).sum(-1).movedim(0, -1)
         look = f.mean[..., self.places : self.places + LOOK - 1]
         look = look * look.new_tensor([self.shape.width, self.shape.height])
         offset = facts[..., :2] + attended[..., self.exploring, None] * look
         target = torch.cat([offset.clamp(-4, 4) / 4, facts[..., 2:]], -1)
-        logits = soft_cap(self.controller(torch.cat([self.own_facts(f), attended, target], -1)))
+        logits = soft_cap(self.controller(torch.cat([*self.own_facts(f), attended, target], -1)))
         return F.pad(logits, (0, self.shape.num_goals - logits.shape[-1]), value=-LOGIT_CAP)
 
     def low_money_bias(self, known_state: Tensor) -> Tensor:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
-def where_to_look(unseen: Tensor, x: Tensor, y: Tensor, vision: int) -> tuple[Tensor, Tensor]:
-    """The way to the cell from which most would be seen for the first time per step to it.
+def where_to_look(unseen: Tensor, x: Tensor, y: Tensor, vision: int) -> Tensor:
+    """The cell from which most would be seen for the first time per step to it.
 
     Args:
         unseen: float [., H, W] 1 where a cell was never seen, else 0.
@@ -15,32 +16,20 @@ def where_to_look(unseen: Tensor, x: Tensor, y: Tensor, vision: int) -> tuple[Te
         vision: cells seen to each side.
 
     Returns:
-        dx, dy int64 [.], both 0 where all is seen; of equally good cells the first in reading
-        order, in every runtime.
+        int64 [.] row * W + column, the agent's own cell where all is seen; of equally good cells
+        the first in reading order, in every runtime.
     """
     height, width = unseen.shape[-2:]
     rows = torch.arange(height, device=unseen.device)
     columns = torch.arange(width, device=unseen.device)
-    near_rows = ((rows[:, None] - rows).abs() <= vision).to(unseen.dtype)
-    near_columns = ((columns[:, None] - columns).abs() <= vision).to(unseen.dtype)
+    away_rows, away_columns = ((n[:, None] - n).abs() for n in (rows, columns))
+    near_rows, near_columns = (
+        (away <= vision).to(unseen.dtype) for away in (away_rows, away_columns)
+    )
     found = near_rows @ unseen @ near_columns
     up, across = (
-        (places.to(unseen.dtype) - at.unsqueeze(-1).to(unseen.dtype)).abs()
-        for places, at in ((rows, y), (columns, x))
+        F.embedding(at, away.to(unseen.dtype)) for at, away in ((y, away_rows), (x, away_columns))
     )
     steps = up.unsqueeze(-1) + across.unsqueeze(-2)
-    score = found * steps.clamp_min(1).reciprocal()
-    best_of_row = score.amax(-1)
-    best = best_of_row.amax(-1, keepdim=True)
-    row = first(best_of_row == best)
-    line = score.gather(-2, row[..., None, None].expand(*row.shape, 1, width)).squeeze(-2)
-    column = first(line == best)
-    some = best.squeeze(-1) > 0
-    return torch.where(some, column - x, 0), torch.where(some, row - y, 0)
-
-
-def first(chosen: Tensor) -> Tensor:
-    """int64 [.]: index of the first True of bool [., n], or the last index; among floats, which
-    vector units compare fastest."""
-    index = torch.arange(chosen.shape[-1], device=chosen.device, dtype=torch.float32)
-    return torch.where(chosen, index, index[-1]).amin(-1).long()
+    score = (found * steps.clamp_min(1).reciprocal()).flatten(-2)
+    return torch.where(score.amax(-1) > 0, score.argmax(-1), y * width + x)

@@ -56,9 +56,12 @@ def constant(values: Sequence[Any], dtype: torch.dtype, device: torch.device) ->
 
 def columns(x: Tensor, index: Sequence[int]) -> Tensor:
     """[., len(index)] some columns of x [., n]."""
-    if x.device.type == "cpu":
-        return x[..., list(index)]
     return x.index_select(-1, constant(index, torch.int64, x.device))
+
+
+def one_hot(index: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """[., count] 1 at the index int64 [.], 0 elsewhere and where it is out of range."""
+    return (index.unsqueeze(-1) == torch.arange(count, device=index.device)).to(dtype)
 
 
 def _hashable(values: Any) -> Any:

@@ -222,9 +222,7 @@ def _fill(
         constants[1:],
     )
     anyone = [
-        node("Cast", [deliberate], ["slice/as_number"], to=TensorProto.INT32),
-        node("ReduceMax", ["slice/as_number"], ["slice/any"], keepdims=0),
-        node("Cast", ["slice/any"], ["slice/anyone"], to=TensorProto.BOOL),
+        node("ReduceMax", [deliberate], ["slice/anyone"], keepdims=0),
         node("If", ["slice/anyone"], answers, then_branch=then, else_branch=otherwise),
     ]
     before, after = _split_by(answers, [n for n in graph.node if n.output[0] not in same])

@@ -47,11 +47,14 @@ RULES = (
     unsqueeze_unsqueeze_rule,
 )
 
+FOLDED = 1 << 16
+"""Numbers of a constant that is computed with: a GRU's weights are cut and joined."""
+
 
 def simplify(model: ir.Model) -> None:
     """In place: a graph that says the same with fewer nodes."""
     common.InlinePass()(model)
-    fold_constants_ir(model, onnx_shape_inference=True)
+    fold_constants_ir(model, onnx_shape_inference=True, input_size_limit=FOLDED)
     rewrite(model, RULES)
     fold_constants_ir(model, onnx_shape_inference=True)
     common.IdentityEliminationPass()(model)

@@ -6,15 +6,15 @@ as the capture itself twice over.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from onnxscript import ir, opset18
+from onnxscript import ir, opset20
 from torch.export import ExportedProgram
 
 aten = torch.ops.aten
-op: Any = opset18
+op: Any = opset20
 
 
 def to(self: Any, dtype: int, non_blocking: bool = False, copy: bool = False) -> Any:
@@ -62,12 +62,52 @@ def one_hot(self: Any, num_classes: int) -> Any:
 
 
 def gru_cell(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
-    told = op.Split(op.Gemm(input, w_ih, b_ih, transB=1), axis=-1, num_outputs=3)
-    kept = op.Split(op.Gemm(hx, w_hh, b_hh, transB=1), axis=-1, num_outputs=3)
-    reset = op.Sigmoid(op.Add(kept[0], told[0]))
-    update = op.Sigmoid(op.Add(kept[1], told[1]))
-    new = op.Tanh(op.Add(told[2], op.Mul(kept[2], reset)))
+    """Both gates in one product: a third of what follows the products is saved."""
+    start, end = (op.Constant(value_ints=[i]) for i in (0, w_ih.shape[0]))
+    hidden = op.Constant(value_ints=[2 * w_hh.shape[1]])
+
+    def of_gates(x: Any) -> Any:
+        return op.Slice(x, start, hidden, start)
+
+    def of_new(x: Any) -> Any:
+        return op.Slice(x, hidden, end, start)
+
+    weight = op.Concat(of_gates(w_ih), of_gates(w_hh), axis=1)
+    both = op.Gemm(op.Concat(input, hx, axis=1), weight, of_gates(op.Add(b_ih, b_hh)), transB=1)
+    reset, update = op.Split(op.Sigmoid(both), axis=1, num_outputs=2)
+    told = op.Gemm(input, of_new(w_ih), of_new(b_ih), transB=1)
+    kept = op.Gemm(hx, of_new(w_hh), of_new(b_hh), transB=1)
+    new = op.Tanh(op.Add(told, op.Mul(kept, reset)))
     return op.Add(op.Mul(op.Sub(hx, new), update), new)
+
+
+def unbind(self: Any, dim: int = 0) -> Any:
+    count = self.shape[dim]
+    return [op.Gather(self, op.Constant(value_int=i), axis=dim) for i in range(count)]
+
+
+def index_select(self: Any, dim: int, index: Any) -> Any:
+    return op.Gather(self, index, axis=dim)
+
+
+def stack(tensors: Sequence[Any], dim: int = 0) -> Any:
+    rank = len(tensors[0].shape)
+    dim %= rank + 1
+    sizes = [0 if i < dim else size for i, size in enumerate(tensors[0].shape)]
+    sizes = [size if isinstance(size, int) else -1 for size in sizes]
+    if dim == rank or sizes.count(-1) > 1:
+        last = op.Constant(value_ints=[dim])
+        return op.Concat(*(op.Unsqueeze(each, last) for each in tensors), axis=dim)
+    sizes.insert(dim, len(tensors))
+    return op.Reshape(op.Concat(*tensors, axis=dim), op.Constant(value_ints=sizes))
+
+
+def any_of(self: Any, dim: int, keepdim: bool = False) -> Any:
+    return op.ReduceMax(self, op.Constant(value_ints=[dim]), keepdims=keepdim)
+
+
+def all_of(self: Any, dim: int, keepdim: bool = False) -> Any:
+    return op.ReduceMin(self, op.Constant(value_ints=[dim]), keepdims=keepdim)
 
 
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -81,6 +121,11 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     aten.numpy_T.default: transpose,
     aten.one_hot.default: one_hot,
     aten.gru_cell.default: gru_cell,
+    aten.index_select.default: index_select,
+    aten.unbind.int: unbind,
+    aten.stack.default: stack,
+    aten.any.dim: any_of,
+    aten.all.dim: all_of,
 }
 
 

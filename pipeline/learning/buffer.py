@@ -25,6 +25,12 @@ class RolloutBuffer:
     def full(self) -> bool:
         return self.length == self.ticks
 
+    @property
+    def rows(self) -> int:
+        """Of a full buffer."""
+        assert self.data is not None
+        return self.data.numel()
+
     def add(self, record: Mapping[str, Tensor]) -> None:
         """Copy one tick's record, every entry [S, ...].
 
@@ -58,6 +64,15 @@ class RolloutBuffer:
             )
             chosen.data = flat.unflatten(0, slots.shape)
         return chosen
+
+    def of_all_ranks(self) -> RolloutBuffer:
+        """What the ranks keep, side by side, at every rank. All ranks call it."""
+        assert self.data is not None
+        whole = RolloutBuffer(self.ticks)
+        rows = distributed.all_gather(dict(self.data.items()), 1)
+        slots = self.data.shape[1] * distributed.ranks()
+        whole.length, whole.data = self.length, TensorDict(rows, batch_size=[self.ticks, slots])
+        return whole
 
     def minibatches(self, count: int, generator: torch.Generator) -> Iterator[TensorDict]:
         """Every row of the full buffer once, shuffled, in `count` parts of nearly equal size.

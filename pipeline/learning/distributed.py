@@ -7,6 +7,9 @@ weights. Two rules make its updates those of a single process with all the rows:
   such sums; its gradient is that of the rank's own rows (`all_reduce_sum`);
 - the gradients of the ranks are summed, not averaged (`sum_gradients`).
 
+Small minibatches are not worth the messages: they are gathered, and every rank takes the whole step
+by itself (`alone`).
+
 What is drawn at random is drawn for all rows by every rank, from the same seed, and each takes its
 part: the number of ranks changes no draw, and a checkpoint of whole rows suits any number of ranks.
 `DistributedDataParallel` is not used: it wraps the forward pass of one module where a loss here
@@ -46,6 +49,18 @@ def rank() -> int:
 def ranks() -> int:
     """How many processes train together."""
     return _ranks
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside, every rank computes as if it were the only process; all do the same."""
+    global _rank, _ranks
+    before = _rank, _ranks
+    _rank, _ranks = 0, 1
+    try:
+        yield
+    finally:
+        _rank, _ranks = before
 
 
 @contextmanager
@@ -206,6 +221,21 @@ def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
     dist.all_reduce(flat)
     for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(summed.view_as(gradient))
+
+
+@torch.no_grad()
+def take_from_first(parameters: Iterable[nn.Parameter]) -> None:
+    """The first rank's numbers, at every rank: one message. All ranks call it.
+
+    What all compute alike differs in its last bits where their processors do.
+    """
+    if _ranks == 1:
+        return
+    parameters = list(parameters)
+    flat = torch.cat([parameter.flatten() for parameter in parameters])
+    dist.broadcast(flat, 0)
+    for parameter, new in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.copy_(new.view_as(parameter))
 
 
 def from_first(number: int) -> int:

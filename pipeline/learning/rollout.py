@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from hamlet import profiling
+from hamlet.learning import distributed
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.captured import Captured
 from hamlet.learning.compiling import compiled_or_plain
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from hamlet.learning.update import Update
 
 Record = dict[str, Tensor]
+SHARED_ROWS = 512  # of a minibatch, from which on to share it is quicker than the messages it takes
 GPU_TICKS = 16  # played between two looks at whether an evaluation is over, on a GPU
 Step = Callable[..., tuple[TensorDict, Any, Record]]
 
@@ -111,11 +113,32 @@ def learn(
 ) -> Record:
     """Update on every row of full buffers, `epochs` times over; returns the last diagnostics.
 
+    Where a rank's part of a minibatch has fewer than SHARED_ROWS rows, the ranks do not share it:
+    each learns from all of it, and none waits for the others.
+
     Args:
         experience: every update is given a minibatch of each of these.
         max_kl: no further minibatch is learned from once `approx_kl` (nats) of one went above it:
             the early stop of Spinning Up's PPO (Achiam 2018), which acts in a single epoch too.
     """
+    rows = max(buffer.rows for buffer in experience) // minibatches
+    if distributed.ranks() > 1 and rows < SHARED_ROWS:
+        experience = [buffer.of_all_ranks() for buffer in experience]
+        with distributed.alone():
+            diagnostics = _learn(update, experience, epochs, minibatches, generator, max_kl)
+        distributed.take_from_first(update.parameters)
+        return diagnostics
+    return _learn(update, experience, epochs, minibatches, generator, max_kl)
+
+
+def _learn(
+    update: Update,
+    experience: Sequence[RolloutBuffer],
+    epochs: int,
+    minibatches: int,
+    generator: torch.Generator,
+    max_kl: float,
+) -> Record:
     diagnostics: Record = {}
     for _ in range(epochs):
         parts = [buffer.minibatches(minibatches, generator) for buffer in experience]

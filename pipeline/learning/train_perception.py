@@ -135,7 +135,7 @@ def decode_map(module: Perception, mean: Tensor, log_std: Tensor, self_state: Te
     """
     shape = module.shape
     size = mean.new_tensor([shape.width, shape.height])
-    position = torch.stack(module.position(self_state), -1).float().unsqueeze(1)
+    position = module.position(self_state).float().unsqueeze(1)
     places = 2 * shape.num_affordances
     centre = mean[:, :places].unflatten(-1, (-1, 2)) * size + position
     std = log_std[:, :places].unflatten(-1, (-1, 2)).exp() * size

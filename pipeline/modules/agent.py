@@ -93,9 +93,8 @@ def foreseen(thoughts: Thoughts, goal: Tensor, action: Tensor) -> Tensor:
     comes = (thoughts.candidates == goal[:, None]) & (
         thoughts.imagined_actions[..., 0] == action[:, None]
     )
-    first = thoughts.imagined_meters[:, :, 0]
     # At most one is not zero: the order of the sum does not matter.
-    return torch.where(comes.unsqueeze(-1), first, torch.zeros_like(first)).sum(1)
+    return torch.where(comes.unsqueeze(-1), thoughts.imagined_meters[:, :, 0], 0.0).sum(1)
 
 
 def surprised(state: AgentState, known_state: Tensor) -> Tensor:
@@ -222,32 +221,31 @@ class Mind(nn.Module):
         def repeat(x: Tensor) -> Tensor:
             return x.unsqueeze(1).expand(-1, c, *x.shape[1:]).flatten(0, 1)
 
-        goal = candidates.flatten()
-        mean, log_std, known, legal = (
-            repeat(x) for x in (f.mean, belief_log_std, f.known_state, mask)
+        goal, legal = candidates.flatten(), repeat(mask)
+        given = [f.mean, belief_log_std, f.known_state, f.rivals]
+        mean, log_std, known, rivals = repeat(torch.cat(given, -1)).split(
+            [x.shape[-1] for x in given], -1
         )
-        minded = repeat(f.rivals), repeat(f.ahead), repeat(f.pursued)
-        moved = repeat(f.moved)
-        alive = torch.ones_like(mean[:, 0])
-        total, trust, novel = torch.zeros_like(alive), torch.ones_like(alive), alive < 0
+        ahead, pursued, moved = repeat(f.ahead), repeat(f.pursued), repeat(f.moved)
         steps: list[tuple[Tensor, ...]] = []
-        discount = 1.0
-        for _ in range(self.horizon):
-            now = Features(mean, log_std[:, : self.policy.places], known, *minded, moved)
+        for tick in range(self.horizon):
+            spread = log_std[:, : self.policy.places]
+            now = Features(mean, spread, known, rivals, ahead, pursued, moved)
             logits = masked_logits(self.policy.action_logits(now, goal), legal)
             action = logits.argmax(-1)
             moved = action + 1
             mean, log_std, known, reward, survives, value, legal_logit, _, sure, new = (
                 self.imagine_tick(mean, log_std, known, action)
             )
-            total = total + discount * alive * reward
-            alive = alive * survives
-            discount *= IMAGINED_DISCOUNT
-            trust, novel = trust * sure, novel | new
+            if tick == 0:
+                total, alive, trust, novel = reward, survives, sure, new
+            else:
+                total = total + IMAGINED_DISCOUNT**tick * alive * reward
+                alive, trust, novel = alive * survives, trust * sure, novel | new
             # One action is always legal; waiting stays so whatever the model thinks.
             legal = (legal_logit > 0) | (legal_logit == legal_logit.amax(-1, keepdim=True))
             steps.append((action, known, reward, alive, value))
-        total = total + discount * alive * value
+        total = total + IMAGINED_DISCOUNT**self.horizon * alive * value
         # Roots and logarithms in double precision: ONNX Runtime's single ones depend, in the last
         # bit, on where in the batch a row stands.
         confidence = (trust.clamp_min(1e-9).double() ** (1 / self.horizon)).float()
@@ -461,7 +459,7 @@ class Mind(nn.Module):
     def considered(self, deliberate: Tensor, *asked: Tensor) -> tuple[Tensor, ...]:
         """What `consider` says to `asked`, zero for those who do not `deliberate` bool [.]."""
         return tuple(
-            torch.where(deliberate.view(-1, *[1] * (x.ndim - 1)), x, torch.zeros_like(x))
+            torch.where(deliberate.view(-1, *[1] * (x.ndim - 1)), x, 0).to(x.dtype)
             for x in self.consider(*asked)
         )
 

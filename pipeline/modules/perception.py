@@ -42,11 +42,13 @@ class Perception(nn.Module):
 
     powers_word: Tensor
     powers_source: Tensor
-    powers_shift: Tensor
+    powers_unit: Tensor
     powers_mask: Tensor
-    telling_rank: Tensor
-    view_x: Tensor
-    view_y: Tensor
+    telling_code: Tensor
+    corner: Tensor
+    view_cell: Tensor
+    view_source: Tensor
+    cell_at: Tensor
     is_x: Tensor
     cached_odds: Tensor | None
 
@@ -69,12 +71,21 @@ class Perception(nn.Module):
         powers = torch.stack([torch.ones_like(x), x, y, x.square(), y.square()])
         for name, value in packed(powers)._asdict().items():
             self.register_buffer(f"powers_{name}", value, persistent=False)
-        rank = torch.zeros(c)  # of each cue among those that tell
-        for place, cue in enumerate(shape.telling_cues):
-            rank[cue] = place + 1
-        self.register_buffer("telling_rank", rank, persistent=False)
-        self.register_buffer("view_x", view_x, persistent=False)
-        self.register_buffer("view_y", view_y, persistent=False)
+        code = torch.zeros(c)  # in the map memory, of each cue that tells of a place
+        for rank, cue in enumerate(shape.telling_cues):
+            code[cue] = shape.num_cell_codes + 1 + rank
+        self.register_buffer("telling_code", code, persistent=False)
+        size = torch.tensor([shape.width, shape.height])
+        self.register_buffer("corner", size - 1, persistent=False)
+        # Of an agent in each cell: where each cell of its view lies on the map, and the cell of the
+        # view that is written there. For one beyond the map's edge that is its own, once more.
+        column, row = x.unsqueeze(1) + view_x, y.unsqueeze(1) + view_y
+        on_map = (column >= 0) & (column < shape.width) & (row >= 0) & (row < shape.height)
+        view_cell = torch.where(on_map, row * shape.width + column, cells.unsqueeze(1))
+        view_source = torch.where(on_map, torch.arange(len(view_x)), len(view_x) // 2)
+        self.register_buffer("view_cell", view_cell, persistent=False)
+        self.register_buffer("view_source", view_source, persistent=False)
+        self.register_buffer("cell_at", torch.stack([x, y], 1), persistent=False)
         is_x = torch.tensor([True, False]).repeat(shape.num_affordances)
         self.register_buffer("is_x", is_x, persistent=False)
         self.register_buffer("cached_odds", None, persistent=False)
@@ -87,25 +98,28 @@ class Perception(nn.Module):
     def recurrent_dim(self) -> int:
         return self.hidden + self.shape.num_cells
 
-    def position(self, self_state: Tensor) -> tuple[Tensor, Tensor]:
-        """int64 [.], [.]: the agent's column and row, from its self-state; on the map whatever a
+    def position(self, self_state: Tensor) -> Tensor:
+        """int64 [., 2]: the agent's column and row, from its self-state; on the map whatever a
         client says."""
-        last_x, last_y = self.shape.width - 1, self.shape.height - 1
-        at = self.shape.num_meters
-        x = (self_state[:, at] * last_x).round().long().clamp(0, last_x)
-        y = (self_state[:, at + 1] * last_y).round().long().clamp(0, last_y)
-        return x, y
+        at, last = self.shape.num_meters, self.corner
+        return (
+            (self_state[:, at : at + 2] * last).round().clamp(torch.zeros_like(last), last).long()
+        )
+
+    def cell_of(self, self_state: Tensor) -> Tensor:
+        """int64 [.]: the agent's cell, row * width + column."""
+        x, y = self.position(self_state).unbind(1)
+        return y * self.shape.width + x
 
     def update_map(self, view: Tensor, self_state: Tensor, memory: Tensor) -> Tensor:
         """Write the view into the map memory [., cells] (see `BeliefDistribution`)."""
-        x, y = (at.unsqueeze(1) for at in self.position(self_state))
-        column, row = x + self.view_x, y + self.view_y
-        width, height = self.shape.width, self.shape.height
-        on_map = (column >= 0) & (column < width) & (row >= 0) & (row < height)
+        at = self.cell_of(self_state)
         seen = view.flatten(1).to(memory.dtype) + 1
-        own = seen[:, seen.shape[1] // 2, None]  # written again in place of what is not on the map
-        cell = torch.where(on_map, row * width + column, y * width + x)
-        return memory.scatter(1, cell, torch.where(on_map, seen, own))
+        return memory.scatter(
+            1,
+            self.view_cell.index_select(0, at),
+            seen.gather(1, self.view_source.index_select(0, at)),
+        )
 
     def update_map_from_cues(
         self, self_state: Tensor, cues: Tensor, others_offset: Tensor, memory: Tensor
@@ -116,20 +130,19 @@ class Perception(nn.Module):
             self_state: float32 [., K]; cues: float32 [., M, C], zero where nobody is visible;
             others_offset: float32 [., M, 2]; memory: float32 [., cells].
         """
-        seen = self.shape.num_cell_codes
         if not self.shape.telling_cues or not self.shape.num_others:
             return memory
-        rank = torch.where(cues > 0.5, self.telling_rank, 0.0).amax(-1)
-        x, y = self.position(self_state)
-        cell = torch.stack([x, y], -1).unsqueeze(1) + (others_offset * OFFSET_UNIT).round().long()
-        last = constant((self.shape.width - 1, self.shape.height - 1), cell.dtype, cell.device)
-        on_map = ((cell >= 0) & (cell <= last)).all(-1)
-        column, row = cell.minimum(last).clamp_min(0).unbind(-1)
+        told = torch.where(cues > 0.5, self.telling_code, 0.0).amax(-1)
+        away = (others_offset * OFFSET_UNIT).round().long()
+        cell = self.position(self_state).unsqueeze(1) + away
+        nearest = cell.clamp(torch.zeros_like(self.corner), self.corner)
+        column, row = nearest.unbind(-1)
         index = row * self.shape.width + column
         before = memory.gather(1, index)
-        heard = on_map & (rank > 0) & ((before == 0) | (before > seen))
-        now = torch.where(heard, before.maximum(seen + rank), before)
-        return memory.scatter_reduce(1, index, now, "amax")
+        never_seen = (before == 0) | (before > self.shape.num_cell_codes)
+        # What is known as well already, or from a cue that tells it better, stays.
+        heard = torch.where(never_seen & (nearest == cell).all(-1), told, 0.0)
+        return memory.scatter_reduce(1, index, heard, "amax")
 
     def odds(self) -> Tensor:
         """float64 [codes, 2F] the odds of a cell with this remembered code against the likeliest,
@@ -193,8 +206,8 @@ class Perception(nn.Module):
         latent_mean, latent_log_std = self.to_latent(hidden).chunk(2, dim=1)
         place_mean, place_log_std = self.place_moments(memory, self_state)
         look = self.look(memory, self_state)
-        sure = torch.full_like(look, LOG_STD_MIN)
-        log_std = torch.cat([place_log_std, sure, latent_log_std], 1)
+        known_log_std = F.pad(place_log_std, (0, LOOK), value=LOG_STD_MIN)
+        log_std = torch.cat([known_log_std, latent_log_std], 1)
         mean = torch.cat([place_mean, look, latent_mean], 1)
         return mean, log_std.clamp(LOG_STD_MIN, LOG_STD_MAX)
 
@@ -203,9 +216,12 @@ class Perception(nn.Module):
         the map of which nothing is known."""
         unseen = (memory == 0).to(memory.dtype)
         cells = unseen.unflatten(1, (self.shape.height, self.shape.width))
-        dx, dy = where_to_look(cells, *self.position(self_state), self.shape.vision)
-        share = unseen.mean(1)
-        return torch.stack([dx / self.shape.width, dy / self.shape.height, share], 1)
+        at = self.position(self_state)
+        x, y = at.unbind(1)
+        best = where_to_look(cells, x, y, self.shape.vision)
+        return torch.cat(
+            [(self.cell_at.index_select(0, best) - at) / (self.corner + 1), unseen.mean(1, True)], 1
+        )
 
     def sequence(
         self, obs: RawObservation, first: Tensor, recurrent_state: Tensor, ticks: Tensor
@@ -262,20 +278,19 @@ class Perception(nn.Module):
             code.new_zeros(code.shape[0], len(odds)).scatter_add(1, code, word.expand_as(code))
             for word in self.powers_word
         ]
-        found = torch.stack(words, 1).index_select(1, self.powers_source)
-        of_code = torch.bitwise_right_shift(found, self.powers_shift) & self.powers_mask
+        found = torch.stack(words, 1).index_select(1, self.powers_source) & self.powers_mask
         # In double precision: a variance is the difference of nearly equal numbers, and what is
         # lost here would come back enlarged as a difference between PyTorch and ONNX Runtime.
-        sums = (of_code.double().flatten(0, 1) @ odds).unflatten(0, (-1, 5))
-        count, x, y, x_square, y_square = sums.unbind(1)
+        sums = (found.double() * self.powers_unit) @ odds
+        count, x, y, x_square, y_square = sums.split(1, 1)  # each [., 1, 2F]
         each = count.reciprocal()
         mean = torch.where(self.is_x, x, y) * each
         square = torch.where(self.is_x, x_square, y_square) * each
         variance = (square - mean.square()).clamp_min(0).float()
-        here = torch.where(self.is_x, *(at.unsqueeze(-1) for at in self.position(self_state)))
+        here = torch.where(self.is_x, *self.position(self_state).unsqueeze(1).split(1, -1))
         unit = torch.where(self.is_x, 1 / self.shape.width, 1 / self.shape.height)
         log_std = 0.5 * (variance * unit.square() + PLACE_STD_MIN**2).log()
-        return (mean - here).float() * unit, log_std
+        return ((mean - here).float() * unit).squeeze(1), log_std.squeeze(1)
 
 
 def view_offsets(vision: int) -> tuple[Tensor, Tensor]:
@@ -292,25 +307,26 @@ class Packed(NamedTuple):
     """int64 [W, n] what to add up."""
     source: Tensor
     """int64 [P] in which of the W sums the sum of each row is."""
-    shift: Tensor
-    """int64 [P, 1] where in it, and"""
     mask: Tensor
-    """int64 [P, 1] the bits that it has."""
+    """int64 [P, 1] the bits of it that are the row's, and"""
+    unit: Tensor
+    """float64 [P, 1] what to multiply these by."""
 
 
 def packed(rows: Tensor) -> Packed:
     """Pack `rows` int64 [P, n], not negative, for sums of any of their columns."""
-    words, source, shift, mask, used = [torch.zeros_like(rows[0])], [], [], [], 0
+    words, source, mask, unit, used = [torch.zeros_like(rows[0])], [], [], [], 0
     for row in rows:
         bits = int(row.sum()).bit_length()
         if used + bits > 63:
             words, used = [*words, torch.zeros_like(row)], 0
         words[-1] = words[-1] + (row << used)
         source.append(len(words) - 1)
-        shift.append([used])
-        mask.append([2**bits - 1])
+        mask.append([(2**bits - 1) << used])
+        unit.append([2.0**-used])
         used += bits
-    return Packed(torch.stack(words), *(torch.tensor(each) for each in (source, shift, mask)))
+    units = torch.tensor(unit, dtype=torch.float64)
+    return Packed(torch.stack(words), torch.tensor(source), torch.tensor(mask), units)
 
 
 class PerceptionHeads(nn.Module):

@@ -9,14 +9,13 @@ at once by D1's first thought, without imagination.
 from __future__ import annotations
 
 import math
-from functools import reduce
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hamlet.modules.contracts import LEADS, LOOK, STEPS, Features, TownShape
-from hamlet.moving import columns, constant
+from hamlet.moving import columns, constant, one_hot
 
 LOGIT_CAP = 15.0
 PLACE_WIDTH = 16
@@ -93,36 +92,37 @@ class Policy(nn.Module):
         low_money_biases[shape.goal_names.index("rest")] = IDLING
         self.register_buffer("low_money_biases", low_money_biases, persistent=False)
         posted, posted_at = timetable.unique(dim=0, return_inverse=True)
-        posted = (posted * posted.new_tensor(HOUR_UNITS)).transpose(1, 2).contiguous()
-        self.register_buffer("posted", posted)
-        self.register_buffer("posted_at", posted_at)
+        posted = (posted * posted.new_tensor(HOUR_UNITS)).transpose(1, 2)
+        self.register_buffer("posted", posted.flatten(1))
+        self.register_buffer("posted_at", posted_at.unsqueeze(-1))
 
     def map_size(self, like: Tensor) -> Tensor:
         return constant((self.shape.width, self.shape.height), like.dtype, like.device)
 
-    def own_facts(self, f: Features) -> Tensor:
-        return torch.cat([f.mean, f.log_std, f.known_state, f.rivals], -1)
+    def own_facts(self, f: Features) -> list[Tensor]:
+        return [f.mean, f.log_std, f.known_state, f.rivals]
 
-    # Facts of the places lie with the places innermost: compiled code is as wide as that dimension.
+    # Facts of the places lie with the kind first and the places innermost: sums over a first axis
+    # are the same wherever in the batch a row stands, and compiled code is as wide as the last one.
 
     def cell_offsets(self, f: Features) -> Tensor:
-        """float32 [., 2, F] believed offsets in cells."""
-        offsets = f.mean[..., : self.places].unflatten(-1, (-1, 2)).transpose(-1, -2)
-        size = ((self.shape.width,), (self.shape.height,))
-        return offsets * constant(size, offsets.dtype, offsets.device)
+        """float32 [2, ., F] believed offsets in cells."""
+        offsets = f.mean[..., : self.places].unflatten(-1, (-1, 2)).movedim(-1, 0)
+        return offsets * along_first(self.map_size(offsets), offsets[0])
 
     def offset_spread(self, f: Features) -> Tensor:
-        """float32 [., 2, F] how unsure those are."""
-        return f.log_std.unflatten(-1, (-1, 2)).transpose(-1, -2)
+        """float32 [2, ., F] how unsure those are."""
+        return f.log_std.unflatten(-1, (-1, 2)).movedim(-1, 0)
 
     def posted_hours(self, f: Features) -> Tensor:
-        """float32 [., 3, F] of the timetable now."""
+        """float32 [3, ., F] of the timetable now."""
         tick = (f.known_state[..., self.age] * self.shape.lifespan).round().long()
-        return self.posted[self.posted_at[tick.clamp(0, self.shape.lifespan)]]
+        hour = F.embedding(tick.clamp(0, self.shape.lifespan), self.posted_at).squeeze(-1)
+        return F.embedding(hour, self.posted).unflatten(-1, (3, -1)).movedim(-2, 0)
 
     def _pursued(self, f: Features) -> Tensor:
         """float32 [., G] one where a goal was pursued until now; zero in a life's first tick."""
-        return F.one_hot(f.pursued, self.shape.num_goals + 1)[..., :-1].to(f.mean.dtype)
+        return one_hot(f.pursued, self.shape.num_goals, f.mean.dtype)
 
     def place_facts(self, f: Features) -> Tensor:
         """float32 [PLACE_FACTS, ., F] of every place: its offset, its doubt, how far it is, whether
@@ -130,27 +130,28 @@ class Policy(nn.Module):
         waited for, whether it is the goal pursued until now, whether the last step led to it, the
         timetable, and what going there would be worth, or, where it is not known, looking for
         it."""
-        x, y = self.cell_offsets(f).unbind(-2)
-        spread_x, spread_y = self.offset_spread(f).unbind(-2)
-        step_x, step_y = F.embedding(f.moved, self.steps).split(1, -1)
-        steps = x.abs() + y.abs()
-        nearer = ((x + step_x).abs() + (y + step_y).abs() - steps).clamp(0.0, 1.0)
-        there = (-4 * (x.square() + y.square())).exp()
-        doubt = (spread_x.maximum(spread_y) - DOUBT).clamp(0.0, 1.0)
+        offsets, spread = self.cell_offsets(f), self.offset_spread(f)
+        step = F.embedding(f.moved, self.steps).movedim(-1, 0).unsqueeze(-1)
+        steps = offsets.abs().sum(0)
+        nearer = ((offsets + step).abs().sum(0) - steps).clamp(0.0, 1.0)
+        there = (-4 * offsets.square().sum(0)).exp()
+        doubt = (spread.amax(0) - DOUBT).clamp(0.0, 1.0)
+        sure = 1 - doubt
         look = f.mean[..., self.places : self.places + LOOK - 1]
         search = (look * self.map_size(look)).abs().sum(-1, True)
-        walk = steps * (1 - doubt) + (search + self.prospects.search) * doubt
+        walk = steps * sure + (search + self.prospects.search) * doubt
         count = self.shape.num_affordances
         pursued, hours = self._pursued(f)[..., :count], self.posted_hours(f)
-        progress = 10 * f.known_state[..., self.progress, None] * there * (1 - doubt)
+        progress = 10 * f.known_state[..., self.progress : self.progress + 1] * there * sure
         meters = f.known_state[..., : self.num_meters]
-        wait = self.prospects.wait(f.ahead) * (1 - doubt)
+        ahead = f.ahead.movedim(-1, 0)
+        wait = self.prospects.wait(ahead) * sure
         rate = 10 * self.prospects(meters, walk, progress, wait, pursued, nearer, hours)
         far = steps / (self.shape.width + self.shape.height)
-        wanted, before = f.rivals[..., :count], f.ahead[..., 0]
-        facts = [x / 4, y / 4, spread_x, spread_y, far, there, wanted, before, wait / 8, pursued]
-        facts += [nearer, *hours.unbind(-2), rate * (1 - doubt), rate * doubt]
-        return torch.stack(facts)
+        others = f.rivals[..., :count], ahead[0], wait / 8
+        facts = torch.stack([far, there, *others, pursued, nearer])
+        rates = torch.stack([rate * sure, rate * doubt])
+        return torch.cat([offsets / 4, spread, facts, hours, rates])
 
     def prior_logits(self, f: Features) -> Tensor:
         """float32 [., G] D1's first thought, before imagination."""
@@ -165,14 +166,14 @@ class Policy(nn.Module):
         """
         if self.energy is None:
             return known_state.new_zeros(self.shape.num_goals)
-        broke = known_state[..., self.money, None] < BROKE
-        tired = known_state[..., self.energy, None] < FRESH
+        broke = known_state[..., self.money : self.money + 1] < BROKE
+        tired = known_state[..., self.energy : self.energy + 1] < FRESH
         return (broke & tired) * self.low_money_biases
 
     def learned_logits(self, f: Features) -> Tensor:
         """float32 [., G] the goals as imitation and PPO taught them."""
         elsewhere = self._pursued(f)[..., self.shape.num_affordances :]
-        base = torch.cat([self.own_facts(f), elsewhere], -1)
+        base = torch.cat([*self.own_facts(f), elsewhere], -1)
         return soft_cap(self.goal_prior(base, self.place_facts(f)))
 
     def goal_logits(
@@ -187,27 +188,24 @@ class Policy(nn.Module):
         advantage = returns - returns.mean(-1, keepdim=True)
         log_prior = prior.log_softmax(-1).gather(-1, candidates)
         weight = self.future_weight(torch.stack([advantage, confidence, log_prior], -1)).squeeze(-1)
-        chosen = F.one_hot(candidates, prior.shape[-1]).to(prior.dtype)
+        chosen = one_hot(candidates, prior.shape[-1], prior.dtype)
         return prior + torch.einsum("...c,...cg->...g", weight, chosen)
 
     def action_logits(self, f: Features, goal: Tensor) -> Tensor:
         """float32 [., A] of the controller pursuing `goal` int64 [.], before the mask."""
-        chosen = F.one_hot(goal, self.shape.num_goals).to(f.mean.dtype)
+        chosen = one_hot(goal, self.shape.num_goals, f.mean.dtype)
+        facts = [self.cell_offsets(f), self.offset_spread(f), self.posted_hours(f)]
         is_place = (goal < self.shape.num_affordances).unsqueeze(-1)
-        place = goal.clamp_max(self.shape.num_affordances - 1)[..., None, None]
-
-        def of_place(facts: Tensor) -> Tensor:
-            index = place.expand(*goal.shape, facts.shape[-2], 1)
-            return torch.where(is_place, facts.gather(-1, index).squeeze(-1), 0.0)
-
+        # Of the place that is pursued; zero if the goal is no place.
+        here = torch.cat(facts) * chosen[..., : self.shape.num_affordances]
+        offset, spread, hours = here.sum(-1).movedim(0, -1).split([2, 2, 3], -1)
         look = f.mean[..., self.places : self.places + LOOK - 1]
         look = look * self.map_size(look)
         explores = (goal == self.exploring).unsqueeze(-1)
-        offset = torch.where(explores, look, of_place(self.cell_offsets(f)))
-        spread, hours = of_place(self.offset_spread(f)), of_place(self.posted_hours(f))
-        there = is_place.squeeze(-1) * (-4 * offset.square().sum(-1)).exp()
-        target = torch.cat([offset.clamp(-4, 4) / 4, spread, there.unsqueeze(-1), hours], -1)
-        return soft_cap(self.controller(torch.cat([self.own_facts(f), chosen, target], -1)))
+        offset = torch.where(explores, look, offset)
+        there = is_place * (-4 * offset.square().sum(-1, True)).exp()
+        target = [offset.clamp(-4, 4) / 4, spread, there, hours]
+        return soft_cap(self.controller(torch.cat([*self.own_facts(f), chosen, *target], -1)))
 
     def goal_ended(self, known_state: Tensor, goal: Tensor, age: Tensor) -> Tensor:
         """bool [.]: there is none yet (age 0), its target is reached, it is too old, or there is an
@@ -217,7 +215,7 @@ class Policy(nn.Module):
         every goal two ticks, so that a way out can begin.
         """
         meters = known_state[..., : self.num_meters]
-        target = self.goal_targets[goal]
+        target = F.embedding(goal, self.goal_targets)
         asked = target > 0
         reached = asked.any(-1) & ((meters >= target) | ~asked).all(-1)
         low = columns(meters, self.vital) < self.emergency
@@ -255,9 +253,8 @@ class GoalScores(nn.Module):
         context = self.context(base)
         needs = self.needs(context).unflatten(-1, (-1, PLACE_WIDTH))
         offers = self.offers(places.flatten(1).t()).unflatten(0, places.shape[1:])
-        scores = self.score(needs + offers).unbind(-1)
-        sharpness = self.sharpness.exp()
-        using, finding = (s + sharpness * rate for s, rate in zip(scores, places[-2:], strict=True))
+        scores = self.score((needs + offers).flatten(0, -2)).t().unflatten(1, places.shape[1:])
+        using, finding = (scores + self.sharpness.exp() * places[-2:]).unbind(0)
         other, exploring = self.elsewhere(context).split([self.elsewhere.out_features - 1, 1], -1)
         exploring = exploring + finding.logsumexp(-1, keepdim=True) - math.log(finding.shape[-1])
         return torch.cat([using, other, exploring], -1)
@@ -297,26 +294,25 @@ class Prospects(nn.Module):
         """float32 [., F] ticks until those who are there before are done, were each use whole.
 
         Args:
-            ahead: float32 [., F, 3] of `SocialPrediction`: counted in the middle of their leads.
+            ahead: float32 [3, ., F] of `SocialPrediction`: who is ahead by one of the leads and not
+                by the next is counted in the middle between them.
         """
-        reached = [*ahead.unbind(-1), torch.zeros_like(ahead[..., 0])]
-        duration, waits = self.menu[-1], []
-        for lead, enough, more in zip(LEADS, reached, reached[1:], strict=False):
-            waits.append((enough - more) * F.relu(duration - lead - 1))
-        return reduce(torch.add, waits)
+        leads = constant(LEADS, ahead.dtype, ahead.device)
+        left = F.relu(self.menu[-1] - leads.unsqueeze(-1) - 1)
+        less = torch.cat([left[:1], left.diff(dim=0)])
+        return (ahead * along_first(less, ahead[0])).sum(0)
 
     def gained(self, meters: Tensor, change: Tensor) -> Tensor:
-        """float32 [., F]: what a `change` of `meters`, both [., N, F], is worth.
+        """float32 [., F]: what a `change` of `meters`, both [N, ., F], is worth.
 
         Worked out from the change, meter by meter: the difference of two values, each some hundred
         times what is gained, would be mostly rounding.
         """
-        worth, fear, comfort = (x.unsqueeze(-1) for x in (self.worth, self.fear, self.comfort))
+        given = self.worth, self.fear, self.comfort
+        worth, fear, comfort = (along_first(x, meters[0]) for x in given)
         short = F.relu(comfort - meters)
         then_short = F.relu(comfort - meters - change)
-        each = worth * change + fear * (short - then_short) * (short + then_short)
-        # One after the other: ONNX Runtime sums a row in an order that depends on where it stands.
-        return reduce(torch.add, each.unbind(-2))
+        return (worth * change + fear * (short - then_short) * (short + then_short)).sum(0)
 
     def forward(
         self,
@@ -333,26 +329,34 @@ class Prospects(nn.Module):
         Args:
             meters: float32 [., N]; of each place float32 [., F]: walk, steps to it; progress, ticks
             of its use that are done; wait, ticks to wait there for others; pursued, 1 where it is
-            the goal; nearer, 1 where the last step led to it; hours: float32 [., 3, F] as `Policy`
+            the goal; nearer, 1 where the last step led to it; hours: float32 [3, ., F] as `Policy`
             posts them.
         """
-        per_tick, finished, duration = self.menu.split([self.meters, self.meters, 1])
+        n = self.meters
+        per_tick, finished = (along_first(x, walk) for x in (self.menu[:n], self.menu[n : 2 * n]))
         units = constant(HOUR_UNITS, hours.dtype, hours.device)
-        until, left, price = (hours / units.unsqueeze(-1)).unbind(-2)
-        remaining = (duration.squeeze(0) - progress).clamp_min(1.0)
-        money = meters[..., self.money, None]
+        until, left, price = (hours / along_first(units, walk)).unbind(0)
+        remaining = (self.menu[-1] - progress).clamp_min(1.0)
+        money = meters[..., self.money : self.money + 1]
         affordable = torch.where(price > 0, money / price.clamp_min(1e-3), remaining)
         stay = remaining.minimum(left).minimum(affordable)
         completes = (stay - remaining + 1).clamp(0.0, 1.0)
         begin = walk.maximum(until) + F.softplus(self.queue) * wait
         ticks = begin + stay
-        drained = 0.01 * self.drain.unsqueeze(-1) * ticks.unsqueeze(-2)
-        idle = (meters.unsqueeze(-1) - drained).clamp(0.0, 1.0)
-        paid = (price * stay).unsqueeze(-2) * self.paid_in.unsqueeze(-1)
-        gain = per_tick * stay.unsqueeze(-2) + finished * completes.unsqueeze(-2) - paid
+        drained = 0.01 * along_first(self.drain, walk) * ticks
+        idle = (meters.movedim(-1, 0).unsqueeze(-1) - drained).clamp(0.0, 1.0)
+        paid = price * stay * along_first(self.paid_in, walk)
+        gain = per_tick * stay + finished * completes - paid
         change = gain.clamp(min=-idle, max=1 - idle)
         rate = self.gained(idle, change) / (ticks + F.softplus(self.overhead))
         return rate * (1 + self.habit * pursued + self.heading * nearer)
+
+
+def along_first(values: Tensor, like: Tensor) -> Tensor:
+    """Values [n] or [n, F] with as many dimensions between as `like` [., F] needs for them to lie
+    along a new first one of it."""
+    shape = values.shape[:1] + (1,) * (like.ndim + 1 - values.ndim) + values.shape[1:]
+    return values.reshape(shape)
 
 
 def soft_cap(logits: Tensor) -> Tensor:

@@ -17,15 +17,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hamlet.modules.contracts import LEADS, OFFSET_UNIT, STEPS, SocialPrediction, TownShape
-from hamlet.moving import columns
+from hamlet.moving import columns, constant
 
 AGE_UNIT = 32.0  # the state's last number counts ticks since an agent was visible, in this unit
 HEADING_KEPT = 0.8  # per tick, of the steps towards a place
 UNSEEN_AFTER = 16.0  # ticks out of sight after which the reason is `unseen`, and all is forgotten
 CONFLICT_ENTROPY = 0.6  # share of the maximal entropy at which visible cues conflict
 FACTS = 7  # of a place for an agent: offset (2), doubt (2), distance, being there, heading for it
+# Units of these while the agent is visible, and always.
+FACT_UNITS = ((1 / 4, 1 / 4, 0.0, 0.0, 1 / 32, 1.0, 0.0), (0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0))
 CLOCK = ("sin_hour", "cos_hour", "age")  # of the agent's own state: the same for all in a world
-REACH, FAR = 8.0, 32.0  # cells after which an offset says no more; unit of distances
+REACH = 8.0  # cells after which an offset says no more
 
 
 class Social(nn.Module):
@@ -61,12 +63,20 @@ class Social(nn.Module):
     def recurrent_dim(self) -> int:
         return self.hidden + self.shape.num_affordances + 1
 
-    def offsets(self, mean: Tensor, others_offset: Tensor) -> tuple[Tensor, Tensor]:
-        """float32 [., M, F] x and y, in cells, of every place as seen from every other agent."""
-        x, y = mean[:, 0 : self.places : 2], mean[:, 1 : self.places : 2]
-        theirs_x, theirs_y = (others_offset * OFFSET_UNIT).split(1, -1)
-        width, height = float(self.shape.width), float(self.shape.height)
-        return (x * width).unsqueeze(1) - theirs_x, (y * height).unsqueeze(1) - theirs_y
+    def places_of(self, mean: Tensor) -> Tensor:
+        """float32 [2, ., F] x and y, in cells, of every place as seen from the agent itself."""
+        places = mean[:, : self.places].unflatten(1, (-1, 2)).movedim(-1, 0)
+        return (
+            places
+            * constant((self.shape.width, self.shape.height), mean.dtype, mean.device)[
+                :, None, None
+            ]
+        )
+
+    def offsets(self, mean: Tensor, others_offset: Tensor) -> Tensor:
+        """float32 [2, ., M, F] the same as seen from every other agent."""
+        theirs = (others_offset * OFFSET_UNIT).movedim(-1, 0)
+        return self.places_of(mean).unsqueeze(2) - theirs.unsqueeze(-1)
 
     def logits(
         self,
@@ -86,36 +96,37 @@ class Social(nn.Module):
             goal, action = (mean.new_zeros(mean.shape[0], 0, size) for size in sizes)
             return goal, action, recurrent_state.clone()
         seen = visible.unsqueeze(-1).to(mean.dtype)
-        x, y = self.offsets(mean, others_offset)
-        doubt_x, doubt_y = log_std[:, 0 : self.places : 2], log_std[:, 1 : self.places : 2]
-        near = seen / (2 * REACH)
-        pair = self.pair(torch.cat([x * near, y * near, cues, seen, others_offset], -1))
-        own = self.own(torch.cat([doubt_x, doubt_y, columns(known_state, self.clock)], -1))
-        encoded = (pair + own.unsqueeze(1) + self.action(others_action)).relu()
+        offsets = self.offsets(mean, others_offset)
+        doubt = log_std[:, : self.places].unflatten(1, (-1, 2)).movedim(-1, 0)
+        near = (offsets * (seen / (2 * REACH))).unbind(0)
+        pair = self.pair(torch.cat([*near, cues, seen, others_offset], -1))
+        own = self.own(torch.cat([*doubt.unbind(0), columns(known_state, self.clock)], -1))
+        encoded = (pair + own.unsqueeze(1) + self.action(others_action)).relu().flatten(0, 1)
 
         hidden, heading, age = recurrent_state.split([self.hidden, f, 1], -1)
         # Left to itself for long, a GRU may pass a point from which roundings grow, and it knows
         # nothing any more: who is out of sight for so long is read anew.
         hidden = hidden * (age < UNSEEN_AFTER / AGE_UNIT)
-        hidden = self.gru(encoded.flatten(0, 1), hidden.flatten(0, 1)).unflatten(0, (-1, m))
-        age = torch.where(visible.unsqueeze(-1), torch.zeros_like(age), age + 1 / AGE_UNIT)
-        step_x, step_y = F.embedding(others_action, self.steps).split(1, -1)
-        distance = x.abs() + y.abs()
-        before = (x + step_x).abs() + (y + step_y).abs()
+        hidden = self.gru(encoded, hidden.flatten(0, 1))
+        age = torch.where(visible.unsqueeze(-1), 0.0, age + 1 / AGE_UNIT)
+        step = F.embedding(others_action, self.steps).movedim(-1, 0).unsqueeze(-1)
+        distance = offsets.abs().sum(0)
+        before = (offsets + step).abs().sum(0)
         heading = HEADING_KEPT * heading + seen * (before - distance)
 
-        said = self.heads(torch.cat([hidden, encoded], -1))
+        said = self.heads(torch.cat([hidden, encoded], -1)).unflatten(0, (-1, m))
         score, weights, elsewhere, action = said.split(self.sizes, -1)
-        to_x, to_y, for_doubt_x, for_doubt_y, for_far, for_there, for_heading = weights.split(1, -1)
-        score = score + seen * (
-            x.clamp(-REACH, REACH) * (to_x / 4)
-            + y.clamp(-REACH, REACH) * (to_y / 4)
-            + distance * (for_far / FAR)
-            + (1 - distance).clamp_min(0) * for_there
-        )
-        # The doubts are the agent's own: one row for all the others.
-        score = score + doubt_x.unsqueeze(1) * for_doubt_x + doubt_y.unsqueeze(1) * for_doubt_y
-        score = score + heading * for_heading
+        units, always = constant(FACT_UNITS, seen.dtype, seen.device).unbind(0)
+        weights = (weights * (units * seen + always)).movedim(-1, 0).unsqueeze(-1)
+        facts = [
+            offsets.clamp(-REACH, REACH),
+            doubt.unsqueeze(2).expand(-1, -1, m, -1),  # the agent's own: the same for all others
+            distance.unsqueeze(0),
+            (1 - distance).clamp_min(0).unsqueeze(0),
+            heading.unsqueeze(0),
+        ]
+        score = score + (weights * torch.cat(facts)).sum(0)
+        hidden = hidden.unflatten(0, (-1, m))
         return torch.cat([score, elsewhere], -1), action, torch.cat([hidden, heading, age], -1)
 
     def forward(
@@ -144,8 +155,9 @@ class Social(nn.Module):
             nobody = mean.new_zeros(mean.shape[0], 0)
             ahead = mean.new_zeros(mean.shape[0], self.shape.num_affordances, len(LEADS))
             return goal, action, nobody, nobody.long(), ahead, state
-        goal_dist = goal.softmax(-1)
-        entropy = -(goal_dist * goal_dist.clamp_min(1e-9).log()).sum(-1)
+        log_odds = goal.log_softmax(-1)
+        goal_dist = log_odds.exp()
+        entropy = -(goal_dist * log_odds).sum(-1)
         conflicting = visible & (entropy > CONFLICT_ENTROPY * math.log(goal.shape[-1]))
         unseen = state[..., -1] >= UNSEEN_AFTER / AGE_UNIT
         reason = torch.where(unseen, 1, torch.where(conflicting, 2, 0))
@@ -169,14 +181,14 @@ class Social(nn.Module):
     ) -> Tensor:
         """`ahead` of `SocialPrediction`: who arrives together is half ahead, who is seen using the
         place a whole, and nobody where the agent itself is using it."""
-        x, y = self.offsets(mean, others_offset)
-        theirs = x.abs() + y.abs()
-        own_x, own_y = self.offsets(mean, torch.zeros_like(others_offset[:, :1]))
-        own = (own_x.abs() + own_y.abs()).squeeze(1)
+        theirs = self.offsets(mean, others_offset).abs().sum(0)
+        own = self.places_of(mean).abs().sum(0)
         shows = columns(cues, self.shape.telling_cues).sum(-1, keepdim=True) > 0.5
         uses = shows & (theirs < 0.5)
         progress = known_state[:, self.shape.self_names.index("progress"), None]
         mine = (progress > 0.05) & (own < 0.5)
         sooner = (own - mine.to(mean.dtype) + 0.5).unsqueeze(1) - theirs + uses.to(mean.dtype)
         wants = goal_dist[..., : self.shape.num_affordances] * visible.unsqueeze(-1)
-        return torch.stack([(wants * (sooner - lead).clamp(0.0, 1.0)).sum(1) for lead in LEADS], -1)
+        leads = constant(LEADS, mean.dtype, mean.device).unsqueeze(-1)
+        reached = (sooner.unsqueeze(2) - leads).clamp(0.0, 1.0) * wants.unsqueeze(2)
+        return reached.sum(1).transpose(1, 2)

@@ -12,7 +12,6 @@ members.
 from __future__ import annotations
 
 import math
-from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hamlet.modules.contracts import LOOK, PROGRESS, TownShape
-from hamlet.moving import constant
+from hamlet.moving import constant, one_hot
 
 HOURS = 24
 KNOTS = 10  # per meter: where its effect on the others may change its slope
@@ -257,7 +256,7 @@ class WorldModel(nn.Module):
             what follows if the place was `free` [E, B] or not, and what follows in the mean.
         """
         places = self.places_of(mean, log_std)
-        chosen = F.one_hot(action, self.shape.num_actions).to(mean.dtype)
+        chosen = one_hot(action, self.shape.num_actions, mean.dtype)
         said = self.networks(self.inputs(mean, log_std, known_state, places[1], chosen))
         given = mean, log_std, known_state, places, chosen, said
         told = self.apply_rules(*given, free)
@@ -280,13 +279,13 @@ class WorldModel(nn.Module):
         """
         exact = mean.double(), log_std.double(), known_state.double()
         places = self.places_of(*exact[:2])
-        chosen = F.one_hot(action, self.shape.num_actions)
-        x = self.inputs(mean, log_std, known_state, places[1].float(), chosen.float())
+        chosen, exactly = (
+            one_hot(action, self.shape.num_actions, x.dtype) for x in (mean, exact[0])
+        )
+        x = self.inputs(mean, log_std, known_state, places[1].float(), chosen)
         said = self.networks(x.expand(self.members, -1, -1))
         disagreement = self.disagreement(said)
-        p = self.apply_rules(
-            *exact, places, chosen.double(), reduce(torch.add, said.unbind(0)) / self.members
-        )
+        p = self.apply_rules(*exact, places, exactly, said.mean(0))
         return (
             p.mean.float(),
             p.log_std.float(),
@@ -304,7 +303,6 @@ class WorldModel(nn.Module):
         """float32 [B] spread of the members over all they say of anything but the next belief."""
         told = said[..., sum(self.sizes[:2]) :]
         centred = told - told.mean(0)
-        # The first axis: along the last one ONNX Runtime sums in an order that depends on where in
-        # memory a row stands. Member by member: PyTorch 2.11 exports no permuted batch of any size.
-        squares = torch.cat([member.t() for member in centred.square().unbind(0)])
-        return squares.mean(0).clamp_min(1e-12).sqrt()
+        # First axes: along the last one ONNX Runtime sums in an order that depends on where in
+        # memory a row stands.
+        return centred.square().mean(0).t().mean(0).clamp_min(1e-12).sqrt()

@@ -379,7 +379,8 @@ class Expert:
         if self.searches:
             # What is hidden, as if it were to be used after a search that is not in vain.
             hides = (~seen).float().unflatten(-1, (town.height, town.width))
-            there_x, there_y = where_to_look(hides, x, y, town.vision)
+            there = where_to_look(hides, x, y, town.vision)
+            there_x, there_y = there % town.width - x, there // town.width - y
             far = there_x.abs() + there_y.abs() + p["search"].long()
             far = far.expand(town.num_affordances, *far.shape)
             wait, open_left = self.opened(s, mind.phase, far)

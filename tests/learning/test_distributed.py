@@ -22,6 +22,7 @@ from hamlet.learning.losses import (
     weighted_mean,
     weighted_means,
 )
+from hamlet.learning.rollout import learn
 from hamlet.learning.sequences import SequenceReader
 from hamlet.learning.update import Update
 from hamlet.modules.categorical import log_prob_of
@@ -195,6 +196,61 @@ def test_twenty_updates_equal_those_of_one_process_and_so_does_what_is_told(rank
         assert torch.equal(seen["weights"], found[0]["weights"])  # to the bit
         for name, values in seen["told"].items():
             assert torch.equal(values, found[0]["told"][name]), name
+
+
+def learned(slots):
+    """Two epochs from a buffer of 4 ticks, in 4 minibatches; and how many messages they took."""
+    batch = next(iter(batches(1, 4 * slots)))
+    names = ("x", "action", "old", "advantage", "returns", "weight")
+    model, buffer, sent = actor(), RolloutBuffer(4), []
+    for t in range(4):
+        rows = {name: x.unflatten(0, (4, slots))[t] for name, x in zip(names, batch, strict=True)}
+        buffer.add(local_shard(rows))
+    loss = ppo(model)
+    update = Update(
+        lambda rows: loss(*(rows[name] for name in names)), model.parameters(), learning_rate=0.01
+    )
+    told = ("all_gather", "all_reduce", "broadcast")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in told:
+            send = getattr(torch.distributed, name)
+            patch.setattr(
+                torch.distributed, name,
+                lambda *given, send=send, name=name: sent.append(name) or send(*given),
+            )  # fmt: skip
+        last = learn(update, [buffer], 2, 4, torch.Generator().manual_seed(3))
+    return {"weights": weights(model), "loss": last["loss"], "sent": sent}
+
+
+@pytest.mark.parametrize(("slots", "shared"), [(96, False), (1536, True)])
+def test_small_minibatches_are_learned_whole_by_every_rank(ranks, slots, shared):
+    """96 of them are not worth the messages that 2 x 4 updates take; the bits are one process's."""
+    expected = learned(slots)
+    assert not expected["sent"]
+    for seen in ranks.run(2, learned, slots):
+        messages = sorted(set(seen["sent"]))
+        if shared:
+            assert messages == ["all_reduce"]
+            torch.testing.assert_close(seen["weights"], expected["weights"], atol=1e-5, rtol=0)
+        else:
+            assert messages == ["all_gather", "broadcast"]
+            assert len(seen["sent"]) == 7  # six fields, once; the weights, once
+            assert torch.equal(seen["weights"], expected["weights"])
+            assert torch.equal(seen["loss"], expected["loss"])
+
+
+def drifted():
+    """Ranks on machines whose processors round differently."""
+    model = actor()
+    with torch.no_grad():
+        model.logits.bias += distributed.rank()
+    distributed.take_from_first(model.parameters())
+    return weights(model)
+
+
+def test_the_first_ranks_weights_are_taken_by_all(ranks):
+    for seen in ranks.run(2, drifted):
+        assert torch.equal(seen, weights(actor()))
 
 
 @pytest.mark.slow

@@ -300,9 +300,7 @@ def test_calibration_is_the_mean_gap_over_its_bins():
 def test_a_map_is_decoded_from_offsets_in_map_sizes():
     """An affordance surely two cells right and one up of the agent at (1, 2) is at (3, 1)."""
     shape = SimpleNamespace(width=4, height=4, num_affordances=1, num_cells=16)
-    module = SimpleNamespace(
-        shape=shape, position=lambda known: (torch.tensor([1]), torch.tensor([2]))
-    )
+    module = SimpleNamespace(shape=shape, position=lambda known: torch.tensor([[1, 2]]))
     mean = torch.tensor([[2 / 4, -1 / 4, 9.0]])
     got = decode_map(module, mean, torch.full((1, 3), -4.0), torch.zeros(1, 3))
     assert got.shape == (1, 16, 2)
@@ -335,7 +333,7 @@ def test_who_believes_the_truth_is_judged_to_know_everything():
         seen["view"] = F.one_hot(obs.view.flatten(2).long()).float()
         cells = seen["places"][now].long()
         at = torch.stack([cells % shape.width, cells // shape.width], -1)
-        here = torch.stack(module.position(obs.self_state[now].flatten(0, 1)), -1)
+        here = module.position(obs.self_state[now].flatten(0, 1))
         here = here.unflatten(0, at.shape[:2]).unsqueeze(-2)
         offsets = ((at - here) / size).flatten(-2)
         mean, log_std = mean.clone(), log_std.clone()

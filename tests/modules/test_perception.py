@@ -62,8 +62,7 @@ def test_the_belief_tells_where_to_look(town, shape):
     told = belief.mean[:, 2 * shape.num_affordances :][:, :LOOK]
     assert torch.equal(told, module.look(belief.recurrent_state[:, 16:], obs.self_state))
     size = torch.tensor([shape.width, shape.height])
-    x, y = module.position(obs.self_state)
-    spot = (told[:, :2] * size).round().long() + torch.stack([x, y], 1)
+    spot = (told[:, :2] * size).round().long() + module.position(obs.self_state)
     memory = belief.recurrent_state[:, 16:].unflatten(1, (shape.height, shape.width))
     for row, (column, line), share in zip(memory, spot.tolist(), told[:, 2].tolist(), strict=True):
         near = row[max(0, line - 2) : line + 3, max(0, column - 2) : column + 3]
@@ -75,7 +74,7 @@ def test_the_belief_tells_where_to_look(town, shape):
 def test_who_says_it_stands_beside_the_map_is_put_on_its_edge(shape, where):
     module = Perception(shape, hidden=16, latent=4)
     said = torch.full((2, shape.self_dim), where)
-    x, y = module.position(said)
+    x, y = module.position(said).unbind(1)
     assert 0 <= int(x.min()) <= int(x.max()) < shape.width
     assert 0 <= int(y.min()) <= int(y.max()) < shape.height
     assert module.look(torch.zeros(2, shape.num_cells), said).isfinite().all()
@@ -90,7 +89,7 @@ def test_memory_is_the_true_map_where_the_agent_has_looked(town, shape):
     for _ in range(25):
         obs = observation_from(town.observe(world), 2)
         memory = module.update_map(obs.view, obs.self_state, memory)
-        x, y = (at[:, None] for at in module.position(obs.self_state))
+        x, y = module.position(obs.self_state).split(1, 1)
         far = (cell % shape.width - x).abs().maximum((cell // shape.width - y).abs())
         looked |= far <= town.vision
         world = town.step_core(world, torch.randint(4, (4, shape.num_agents), generator=rng))
@@ -181,7 +180,7 @@ def test_places_are_believed_as_the_softmax_over_cells_has_them(shape):
     cell = torch.arange(shape.num_cells)
     size = torch.tensor([shape.width, shape.height])
     places = torch.stack([cell % shape.width, cell // shape.width], -1)
-    offsets = (places - torch.stack(module.position(said), -1)[:, None]) / size
+    offsets = (places - module.position(said)[:, None]) / size
     expected = (chance * offsets.unsqueeze(2)).sum(1)
     apart = offsets.unsqueeze(2) - expected.unsqueeze(1)
     variance = (chance * apart.square()).sum(1)
@@ -202,8 +201,8 @@ def test_sums_of_any_cells_are_found_in_what_is_added_up(width, height, words):
     some[0], some[1] = False, True
     for chosen in some:
         added = together.word[:, chosen].sum(1)
-        found = (added[together.source, None] >> together.shift) & together.mask
-        assert torch.equal(found[:, 0], rows[:, chosen].sum(1))
+        found = (added[together.source, None] & together.mask).double() * together.unit
+        assert torch.equal(found[:, 0], rows[:, chosen].sum(1).double())
 
 
 def test_heads_decode_every_part_of_the_belief(shape, recorded):

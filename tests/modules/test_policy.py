@@ -35,7 +35,7 @@ def ask(rule, walk=0.0, until=0.0, left=24.0, price=0.0, progress=0.0, wait=0.0,
     each = (torch.full((1, 2), float(x)) for x in (walk, progress, wait, pursued, nearer))
     walk, progress, wait, pursued, nearer = each
     hours = torch.tensor([[until, left, price]] * 2) * torch.tensor(HOUR_UNITS)
-    return rule(meters, walk, progress, wait, pursued, nearer, hours.t().unsqueeze(0))[0]
+    return rule(meters, walk, progress, wait, pursued, nearer, hours.t().unsqueeze(1))[0]
 
 
 def test_the_rate_is_the_gain_over_the_ticks_it_takes(rule):
@@ -47,9 +47,9 @@ def test_the_rate_is_the_gain_over_the_ticks_it_takes(rule):
     torch.testing.assert_close(ask(rule, wait=2), ask(rule, walk=2 * weight))
     # Of four ticks of use, who came a tick ago has three left, who came four ticks ago none.
     just_now, before = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([1.0, 1.0, 0.0])
-    assert rule.wait(just_now.expand(1, 2, 3))[0].tolist() == [3.0, 1.0]
-    assert rule.wait(before.expand(1, 2, 3))[0].tolist() == [0.0, 0.0]
-    assert rule.wait((just_now + before).expand(1, 2, 3))[0].tolist() == [3.0, 1.0]
+    assert rule.wait(just_now.expand(1, 2, 3).movedim(-1, 0))[0].tolist() == [3.0, 1.0]
+    assert rule.wait(before.expand(1, 2, 3).movedim(-1, 0))[0].tolist() == [0.0, 0.0]
+    assert rule.wait((just_now + before).expand(1, 2, 3).movedim(-1, 0))[0].tolist() == [3.0, 1.0]
 
 
 def test_a_use_is_cut_short_by_closing_or_by_want_of_money_and_paid_for(rule):
@@ -78,7 +78,7 @@ def test_a_small_gain_is_not_lost_in_the_rounding_of_what_all_meters_are_worth(r
     for name, value in {"worth": 1.0, "fear": 1.0, "comfort": 0.8, "overhead": 0.5}.items():
         getattr(rule, name).fill_(value)
     rule.worth[6] = 3.0
-    meters, walk, hours = torch.rand(5000, 8), torch.rand(5000, 2) * 8, torch.rand(5000, 3, 2)
+    meters, walk, hours = torch.rand(5000, 8), torch.rand(5000, 2) * 8, torch.rand(3, 5000, 2)
     still = torch.zeros(5000, 2)
     given = (meters, walk, still, still, still, still, hours)
     exact = copy.deepcopy(rule).double()(*(x.double() for x in given))

@@ -142,7 +142,7 @@ def test_a_place_is_scored_by_the_facts_and_the_weights_the_network_chose(town, 
     social.pair.register_forward_hook(lambda *call: read.append(call[1][0]))
     with torch.no_grad():
         got, _, after = social.logits(mean, log_std, known, cues, seen, offset, act, state)
-    base, weights, elsewhere, _ = said[0][0, 0].split(social.sizes)
+    base, weights, elsewhere, _ = said[0][0].split(social.sizes)
     size = torch.tensor([shape.width, shape.height])
     for place in range(f):
         x, y = mean[0, 2 * place : 2 * place + 2] * size - offset[0, 0] * OFFSET_UNIT

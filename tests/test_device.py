@@ -31,7 +31,7 @@ BEFORE = "once, before the first tick or update"
 ONCE = "a constant: made once per device"
 WAITS = {
     "update.py:_apply": "each update: what is not a number must not reach the weights",
-    "rollout.py:learn": "each minibatch of PPO: whether it has gone far enough",
+    "rollout.py:_learn": "each minibatch of PPO: whether it has gone far enough",
     "rollout.py:evaluate": "every GPU_TICKS ticks: whether all is over",
     "checkpoint.py:save": "every 20 seconds: the file is written from the CPU",
     "train_prover.py:consider": "15 times in a phase: proofs are ranked on the CPU",
@@ -60,10 +60,10 @@ UPLOADS = {
     ),
     **dict.fromkeys(
         (
-            "perception.py:draw", "perception.py:update_map_from_cues", "policy.py:cell_offsets",
+            "perception.py:draw",
             "policy.py:forward", "policy.py:goal_ended", "social.py:logits",
             "world_model.py:apply_rules", "world_model.py:fields", "world_model.py:places_of",
-            "critic.py:privileged_features", "policy.py:map_size",
+            "critic.py:privileged_features", "policy.py:map_size", "policy.py:wait",
         ),
         ONCE,
     ),

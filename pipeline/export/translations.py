@@ -62,7 +62,7 @@ def one_hot(self: Any, num_classes: int) -> Any:
 
 
 def gru_cell(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
-    """Both gates in one product: a third of what follows the products is saved."""
+    """Both gates come from one product: less is cut apart and added up after it."""
     start, end = (op.Constant(value_ints=[i]) for i in (0, w_ih.shape[0]))
     hidden = op.Constant(value_ints=[2 * w_hh.shape[1]])
 
@@ -73,10 +73,13 @@ def gru_cell(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: 
         return op.Slice(x, hidden, end, start)
 
     weight = op.Concat(of_gates(w_ih), of_gates(w_hh), axis=1)
-    both = op.Gemm(op.Concat(input, hx, axis=1), weight, of_gates(op.Add(b_ih, b_hh)), transB=1)
+    bias, bias_ih, bias_hh = None, None, None
+    if b_ih is not None:
+        bias, bias_ih, bias_hh = of_gates(op.Add(b_ih, b_hh)), of_new(b_ih), of_new(b_hh)
+    both = op.Gemm(op.Concat(input, hx, axis=1), weight, bias, transB=1)
     reset, update = op.Split(op.Sigmoid(both), axis=1, num_outputs=2)
-    told = op.Gemm(input, of_new(w_ih), of_new(b_ih), transB=1)
-    kept = op.Gemm(hx, of_new(w_hh), of_new(b_hh), transB=1)
+    told = op.Gemm(input, of_new(w_ih), bias_ih, transB=1)
+    kept = op.Gemm(hx, of_new(w_hh), bias_hh, transB=1)
     new = op.Tanh(op.Add(told, op.Mul(kept, reset)))
     return op.Add(op.Mul(op.Sub(hx, new), update), new)
 
@@ -103,11 +106,15 @@ def stack(tensors: Sequence[Any], dim: int = 0) -> Any:
 
 
 def any_of(self: Any, dim: int, keepdim: bool = False) -> Any:
-    return op.ReduceMax(self, op.Constant(value_ints=[dim]), keepdims=keepdim)
+    return op.ReduceMax(truth(self), op.Constant(value_ints=[dim]), keepdims=keepdim)
 
 
 def all_of(self: Any, dim: int, keepdim: bool = False) -> Any:
-    return op.ReduceMin(self, op.Constant(value_ints=[dim]), keepdims=keepdim)
+    return op.ReduceMin(truth(self), op.Constant(value_ints=[dim]), keepdims=keepdim)
+
+
+def truth(self: Any) -> Any:
+    return self if self.dtype == ir.DataType.BOOL else op.Cast(self, to=ir.DataType.BOOL)
 
 
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hamlet.learning.update import Update
 
 Record = dict[str, Tensor]
-SHARED_ROWS = 512  # of a minibatch, from which on to share it is quicker than the messages it takes
+SHARED_ROWS = 512  # of a minibatch for each rank, from which on sharing saves more than it sends
 GPU_TICKS = 16  # played between two looks at whether an evaluation is over, on a GPU
 Step = Callable[..., tuple[TensorDict, Any, Record]]
 

@@ -102,9 +102,8 @@ class Perception(nn.Module):
         """int64 [., 2]: the agent's column and row, from its self-state; on the map whatever a
         client says."""
         at, last = self.shape.num_meters, self.corner
-        return (
-            (self_state[:, at : at + 2] * last).round().clamp(torch.zeros_like(last), last).long()
-        )
+        place = (self_state[:, at : at + 2] * last).round().long()
+        return place.clamp(torch.zeros_like(last), last)
 
     def cell_of(self, self_state: Tensor) -> Tensor:
         """int64 [.]: the agent's cell, row * width + column."""
@@ -115,11 +114,8 @@ class Perception(nn.Module):
         """Write the view into the map memory [., cells] (see `BeliefDistribution`)."""
         at = self.cell_of(self_state)
         seen = view.flatten(1).to(memory.dtype) + 1
-        return memory.scatter(
-            1,
-            self.view_cell.index_select(0, at),
-            seen.gather(1, self.view_source.index_select(0, at)),
-        )
+        cell, source = self.view_cell.index_select(0, at), self.view_source.index_select(0, at)
+        return memory.scatter(1, cell, seen.gather(1, source))
 
     def update_map_from_cues(
         self, self_state: Tensor, cues: Tensor, others_offset: Tensor, memory: Tensor
@@ -219,9 +215,8 @@ class Perception(nn.Module):
         at = self.position(self_state)
         x, y = at.unbind(1)
         best = where_to_look(cells, x, y, self.shape.vision)
-        return torch.cat(
-            [(self.cell_at.index_select(0, best) - at) / (self.corner + 1), unseen.mean(1, True)], 1
-        )
+        way = (self.cell_at.index_select(0, best) - at) / (self.corner + 1)
+        return torch.cat([way, unseen.mean(1, True)], 1)
 
     def sequence(
         self, obs: RawObservation, first: Tensor, recurrent_state: Tensor, ticks: Tensor

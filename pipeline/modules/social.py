@@ -66,12 +66,8 @@ class Social(nn.Module):
     def places_of(self, mean: Tensor) -> Tensor:
         """float32 [2, ., F] x and y, in cells, of every place as seen from the agent itself."""
         places = mean[:, : self.places].unflatten(1, (-1, 2)).movedim(-1, 0)
-        return (
-            places
-            * constant((self.shape.width, self.shape.height), mean.dtype, mean.device)[
-                :, None, None
-            ]
-        )
+        size = constant((self.shape.width, self.shape.height), mean.dtype, mean.device)
+        return places * size[:, None, None]
 
     def offsets(self, mean: Tensor, others_offset: Tensor) -> Tensor:
         """float32 [2, ., M, F] the same as seen from every other agent."""

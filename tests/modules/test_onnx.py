@@ -16,16 +16,24 @@ class Told(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cell = nn.GRUCell(3, 4)
+        self.cell, self.plain = nn.GRUCell(3, 4), nn.GRUCell(3, 4, bias=False)
         self.weight = nn.Parameter(torch.randn(4, 3))
 
     def forward(self, x, h, i):
-        h = self.cell(x, h)
+        columns, last = x.unbind(1), h.unbind(-1)[-1]
+        stacked = [torch.stack(columns, at) for at in (0, 1, -1)]
+        stacked += [torch.stack([h, h + 1], at) for at in (0, 1, 2)]
+        picked = h.index_select(1, torch.tensor([3, 0])), h.index_select(0, i % 1)
+        whole = (h.round().long() * (h > 0)).unsqueeze(1)
+        kinds = (h > 0, whole, h * (h > 0))
+        asked = [f(y, -1, k) for y in kinds for f in (torch.any, torch.all) for k in (False, True)]
+        g, h = self.plain(x, h), self.cell(x, h)
         a, b, c = x > 0, x < 0.5, i + 3
         one, rows = nn.functional.one_hot(i, 5), x @ self.weight.T
         both, either = (a & b, i & c), (a | b, i | c)
         less = (1.5 - x, 2 - i, 1.5 - i, torch.rsub(x, 2, alpha=3), torch.rsub(i, 2, alpha=3))
-        return h, *less, x.square(), *both, *either, one, x.long(), rows, i.expand(i.numel())
+        more = (g, last, *stacked, *picked, *asked)
+        return *more, h, *less, x.square(), *both, *either, one, x.long(), rows, i.expand(i.numel())
 
 
 class Mutating(nn.Module):

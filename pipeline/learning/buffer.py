@@ -27,7 +27,7 @@ class RolloutBuffer:
 
     @property
     def rows(self) -> int:
-        """Of a full buffer."""
+        """Of a full buffer: T * S."""
         assert self.data is not None
         return self.data.numel()
 

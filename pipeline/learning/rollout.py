@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hamlet.learning.update import Update
 
 Record = dict[str, Tensor]
-SHARED_ROWS = 512  # of a minibatch for each rank, from which on sharing saves more than it sends
+SHARED_ROWS = 1024  # of a minibatch, from which on ranks save more by sharing it than they send
 GPU_TICKS = 16  # played between two looks at whether an evaluation is over, on a GPU
 Step = Callable[..., tuple[TensorDict, Any, Record]]
 
@@ -113,15 +113,15 @@ def learn(
 ) -> Record:
     """Update on every row of full buffers, `epochs` times over; returns the last diagnostics.
 
-    Where a rank's part of a minibatch has fewer than SHARED_ROWS rows, the ranks do not share it:
-    each learns from all of it, and none waits for the others.
+    A minibatch of fewer than SHARED_ROWS rows of all ranks is not shared: each rank learns from all
+    of it, and none waits for the others.
 
     Args:
         experience: every update is given a minibatch of each of these.
         max_kl: no further minibatch is learned from once `approx_kl` (nats) of one went above it:
             the early stop of Spinning Up's PPO (Achiam 2018), which acts in a single epoch too.
     """
-    rows = max(buffer.rows for buffer in experience) // minibatches
+    rows = max(buffer.rows for buffer in experience) * distributed.ranks() // minibatches
     if distributed.ranks() > 1 and rows < SHARED_ROWS:
         experience = [buffer.of_all_ranks() for buffer in experience]
         with distributed.alone():

@@ -54,6 +54,20 @@ def test_who_knows_nothing_says_that_nothing_changes(blank):
     assert not now["legal"].any()
 
 
+def test_what_the_members_say_is_averaged_and_how_far_they_are_apart_is_told(blank):
+    said = blank.layers[-1].bias  # [members, 1, everything]
+    of_value = sum(blank.sizes[:4])
+    said[:, 0, of_value] = torch.tensor([1.0, 3.0])
+    said[:, 0, 0] = torch.tensor([-5.0, 5.0])  # of the next belief: that is no disagreement
+    now = told(blank, "WAIT")
+    assert now["value"].item() == pytest.approx(2.0)
+    # Each is 1 away from the mean, in one of the numbers.
+    assert now["disagreement"].item() == pytest.approx(sum(blank.sizes[2:]) ** -0.5, rel=1e-5)
+    assert not now["novel"]
+    blank.novel_threshold.fill_(0.9 * now["disagreement"].item())
+    assert told(blank, "WAIT")["novel"]
+
+
 def facts(shape) -> dict[str, int]:
     """Where each kind of fact begins among the inputs of the effects."""
     f, a = shape.num_affordances, shape.num_actions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hamlet.modules.contracts import SOCIAL_REASONS
 from hamlet.modules.social import AGE_UNIT, OFFSET_UNIT, Social
 
 
@@ -162,3 +163,23 @@ def test_a_place_is_scored_by_the_facts_and_the_weights_the_network_chose(town, 
         torch.testing.assert_close(read[0][0, 0, [place, f + place]], torch.stack([x, y]) / 16)
     assert read[0][0, 0, -3:].tolist() == [1.0, *offset[0, 0].tolist()]
     torch.testing.assert_close(got[0, 0, f:], elsewhere)
+
+
+def test_why_a_reading_is_unsure_is_told(shape):
+    """Who is in sight and may want anything shows conflicting cues; else who was long unseen."""
+    social, m = Social(shape, 8), shape.num_others
+    for parameter in social.heads.parameters():
+        torch.nn.init.zeros_(parameter)
+    mean = torch.zeros(3, 2 * shape.num_affordances + 9)
+    state = torch.zeros(3, m, social.recurrent_dim)
+    state[2, :, -1] = 1.0  # 32 ticks
+    visible = torch.tensor([True, False, False])[:, None].expand(3, m)
+    given = (
+        mean, mean, torch.zeros(3, shape.self_dim), torch.zeros(3, m, shape.num_cues), visible,
+        torch.zeros(3, m, 2), torch.zeros(3, m, dtype=torch.int64), state,
+    )  # fmt: skip
+    reasons = [[SOCIAL_REASONS[int(row[0])] for row in social(*given)[3]]]
+    with torch.no_grad():  # one goal, surely
+        social.heads.bias[shape.num_affordances + 7] = 20.0
+    reasons.append([SOCIAL_REASONS[int(row[0])] for row in social(*given)[3]])
+    assert reasons == [["conflicting_cues", "none", "unseen"], ["none", "none", "unseen"]]

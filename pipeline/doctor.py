@@ -278,6 +278,8 @@ def _refused(errors: str) -> Check:
     """Why `dvc status` failed, from what it printed, and what mends it."""
     for file, told, fix in HALF_WRITTEN:
         if told in errors:
+            if fix.startswith("git") and not Path(".git").exists():
+                fix = f"rm {file}"
             detail = f"{file} is half written, as a killed dvc leaves it; what was made is kept"
             return Check("stages", "fail", detail, fix)
     reason = (errors.strip().splitlines() or ["no reason given"])[-1]

@@ -151,6 +151,10 @@ def test_what_a_killed_dvc_leaves_half_written_is_named_and_mended(repo, file, l
     dvc("repro")
     assert by_name()["stages"].status == "ok"
     assert Path("ran").read_text() == "1\n", "what was made is kept"
+    shutil.rmtree(".git")
+    dvc("config", "--local", "core.no_scm", "true")
+    (repo / file).write_text(left)
+    assert by_name()["stages"].fix == f"rm {file}"
 
 
 def test_interrupted_work_is_listed(repo):

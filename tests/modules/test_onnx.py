@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
@@ -85,3 +87,26 @@ def test_what_is_told_is_not_taken_apart(monkeypatch):
         program = torch.export.export(module, examples, dynamic_shapes=shapes, strict=False)
         translations.translated(program, 20)
     assert not taken
+
+
+class Lean(nn.Module):
+    """What is told in few nodes: at batch 1 a served tick costs as many as it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(64, 64)  # of weights that are folded only up to FOLDED numbers
+
+    def forward(self, x, h):
+        a, b, _ = x.split([1, 1, 62], 1)[2].unflatten(1, (31, 2))[:, :3].unbind(1)
+        return self.cell(x, h), torch.stack((a, b)), torch.stack((a, b), 1), (x > 0).all(-1)
+
+
+def test_what_is_told_is_told_in_few_nodes():
+    given = {"x": torch.randn(4, 64), "h": torch.randn(4, 64)}
+    graph = export_onnx(Lean().eval(), given, ["next", "first", "second", "all"]).graph
+    kinds = Counter(node.op_type for node in graph.node)
+    assert kinds["Gemm"] == 3  # both gates at once
+    assert kinds["Sigmoid"] == 1
+    assert kinds["Gather"] == 2  # of unbind, what is used
+    assert kinds["Concat"] == 3  # of the cell's input and state, and of either stack
+    assert not {"Unsqueeze", "Squeeze", "Cast"} & kinds.keys()

@@ -105,6 +105,13 @@ def stack(tensors: Sequence[Any], dim: int = 0) -> Any:
     return op.Reshape(op.Concat(*tensors, axis=dim), op.Constant(value_ints=sizes))
 
 
+def movedim(self: Any, source: int, destination: int) -> Any:
+    rank = len(self.shape)
+    order = [axis for axis in range(rank) if axis != source % rank]
+    order.insert(destination % rank, source % rank)
+    return op.Transpose(self, perm=order)
+
+
 def any_of(self: Any, dim: int, keepdim: bool = False) -> Any:
     return op.ReduceMax(truth(self), op.Constant(value_ints=[dim]), keepdims=keepdim)
 
@@ -131,6 +138,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     aten.index_select.default: index_select,
     aten.unbind.int: unbind,
     aten.stack.default: stack,
+    aten.movedim.int: movedim,
     aten.any.dim: any_of,
     aten.all.dim: all_of,
 }

@@ -299,7 +299,7 @@ class Prospects(nn.Module):
         """
         leads = constant(LEADS, ahead.dtype, ahead.device)
         left = F.relu(self.menu[-1] - leads.unsqueeze(-1) - 1)
-        less = torch.cat([left[:1], left.diff(dim=0)])
+        less = torch.cat([left[:1], left[1:] - left[:-1]])
         return (ahead * along_first(less, ahead[0])).sum(0)
 
     def gained(self, meters: Tensor, change: Tensor) -> Tensor:

@@ -9,8 +9,11 @@ import torch
 from torch import nn
 
 from hamlet.export import translations
-from hamlet.export.onnx import export_onnx
+from hamlet.export.onnx import export_mind, export_onnx
 from hamlet.ort import open_unchecked
+from hamlet.town import Town, load_pack
+from stages.agent import OUTPUTS
+from tests.serving.exported import untrained
 
 
 class Told(nn.Module):
@@ -34,7 +37,9 @@ class Told(nn.Module):
         one, rows = nn.functional.one_hot(i, 5), x @ self.weight.T
         both, either = (a & b, i & c), (a | b, i | c)
         less = (1.5 - x, 2 - i, 1.5 - i, torch.rsub(x, 2, alpha=3), torch.rsub(i, 2, alpha=3))
-        more = (g, last, *stacked, *picked, *asked)
+        deep = torch.stack([h, 2 * h, 3 * h], 1)
+        moved = [deep.movedim(*axes) for axes in ((1, -1), (-1, 1), (2, -2), (0, 0))]
+        more = (g, last, *stacked, *picked, *asked, *moved)
         return *more, h, *less, x.square(), *both, *either, one, x.long(), rows, i.expand(i.numel())
 
 
@@ -86,6 +91,18 @@ def test_what_is_told_is_not_taken_apart(monkeypatch):
         shapes = ({0: batch},) * 3
         program = torch.export.export(module, examples, dynamic_shapes=shapes, strict=False)
         translations.translated(program, 20)
+    assert not taken
+
+
+@pytest.mark.slow
+def test_a_whole_mind_is_not_taken_apart(monkeypatch, tmp_path):
+    """Nothing in think() is unknown to the exporter: it would take twice as long."""
+    taken = []
+    monkeypatch.setattr(
+        translations.ExportedProgram, "run_decompositions", lambda *_, **__: taken.append(1)
+    )
+    mind, inputs = untrained(Town(load_pack("l4_contention"), num_layouts=4))
+    export_mind(mind, inputs, OUTPUTS, tmp_path / "agent.onnx")
     assert not taken
 
 

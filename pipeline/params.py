@@ -150,7 +150,9 @@ class PopulationParams(Section):
 class AgentParams(Section):
     """The whole think() as one ONNX graph."""
 
-    parity_ticks: int = Field(ge=1, description="ticks over which ONNX must equal PyTorch")
+    parity_ticks: int = Field(
+        ge=1, description="ticks, at most a life, over which ONNX must equal PyTorch"
+    )
 
 
 class EvaluateParams(Section):

@@ -238,7 +238,7 @@ def compare(
     for started in theirs.values():
         started["state_rng"][:] = 0  # as ours
     parity, think = {batch: Parity() for batch in PARITY_BATCHES}, thinking(mind)
-    for _ in progress(ticks, "agent: parity"):
+    for _ in progress(min(ticks, town.lifespan), "agent: parity"):
         obs = observation_from(town.observe(world), 2)
         with torch.no_grad():
             ours = think(*obs, *state)

@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OWN = {"hamlet": "pipeline", "stages": "stages"}  # package -> its folder
 # Code that stages import and that changes nothing they make; all else is a dependency.
 NEUTRAL = {
+    "stages/beside.py": "runs other stages meanwhile",
     "stages/common.py": "progress, endings and the tracked run around a stage's own work",
     "stages/log.py": "tells what a training reports",
     "stages/overall.py": "tells how far a whole run is",
@@ -152,8 +153,9 @@ def reached(module: str) -> dict[str, str]:
 
 
 def module_of(command: str) -> str:
-    """The module that a stage's command runs: `python -m stages.ranks auto social` runs social."""
-    words = command.split()
+    """The module that a stage's command runs: `python -m stages.ranks auto social` runs social, and
+    `python -m stages.beside prove -- python -m stages.agent` runs agent."""
+    words = command.split(" -- ")[-1].split()
     module = words[words.index("-m") + 1]
     return f"stages.{words[-1]}" if module == "stages.ranks" else module
 

@@ -1,7 +1,7 @@
 """How far a whole `dvc repro` is: stages done and to come, time so far and left, and where it went.
 
-Seconds of each stage are kept in `checkpoints/seconds.json`, by preset, for the next estimate;
-those of the execution under way in `checkpoints/execution.json`. Neither shapes a result.
+By how many seconds each stage made an execution longer is kept in `checkpoints/seconds.json`, by
+preset, for the next estimate; what the one under way has done in `checkpoints/execution.json`. Neither shapes a result.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from filelock import FileLock
+
 from hamlet.artifacts import parse_yaml, write_json
 from hamlet.params import chosen_preset
 from hamlet.tracking import execution_key, repo_root
+from hamlet.tracking.processes import BESIDE
 
 FINAL = "register"  # the stage whose summary ends a whole run
 
@@ -94,18 +97,23 @@ def to_come(plan: Plan, stage: str, done: Iterable[str], folder: Path) -> list[s
 
 
 def line(
-    stage: str, done: Mapping[str, float], coming: list[str], known: Mapping[str, float]
+    stage: str,
+    done: Mapping[str, float],
+    coming: list[str],
+    known: Mapping[str, float],
+    so_far: float,
 ) -> str:
     """What is told at the start of a stage.
 
     Args:
         done: seconds of the stages that ran before, in this execution.
         coming: as `to_come` says.
-        known: seconds of stages in earlier executions.
+        known: seconds by which stages made earlier executions longer.
+        so_far: seconds since the first stage of this execution began.
     """
     parts = [f"stage {len(done) + 1} of {len(done) + 1 + len(coming)}"]
     if done:
-        parts.append(f"{duration(sum(done.values()))} so far")
+        parts.append(f"{duration(so_far)} so far")
     wanted = [stage, *coming]
     unknown = [name for name in wanted if name not in known]
     if not unknown:
@@ -116,9 +124,9 @@ def line(
     return ", ".join(parts)
 
 
-def table(done: Mapping[str, float]) -> list[str]:
-    """Where the time of an execution went, the longest first."""
-    total = sum(done.values())
+def table(done: Mapping[str, float], total: float) -> list[str]:
+    """Where the time of an execution, `total` seconds, went, the longest first. Stages that ran
+    beside another one count as well, so the shares may add up to more than the whole."""
     rows = sorted(done.items(), key=lambda row: -row[1])
     shown = [row for row in rows if row[1] >= 0.01 * total]
     lines = [f"{name:<18} {duration(s):>9}  {100 * s / total:3.0f} %" for name, s in shown]
@@ -152,20 +160,33 @@ def timed(stage: str) -> Iterator[None]:
     if stage not in plan.after:
         yield
         return
+    began = time.time()
+    nothing = {"key": execution_key(), "began": began, "seconds": {}}
+    with _kept_alone():
+        write_json(_file(), _execution() or nothing)
     done = spent()
     coming = to_come(plan, stage, done, Path())
-    print(f"{stage}: {line(stage, done, coming, _known())}", file=sys.stderr, flush=True)
-    began = time.monotonic()
+    told = line(stage, done, coming, _known(), so_far())
+    print(f"{stage}: {told}", file=sys.stderr, flush=True)
     yield
-    seconds = time.monotonic() - began
-    write_json(_execution(), {"key": execution_key(), "seconds": spent() | {stage: seconds}})
-    write_json(_kept(), _read(_kept()) | {_name(stage): seconds})
+    seconds = time.time() - began
+    with _kept_alone():
+        found = _execution() or nothing
+        found["seconds"][stage] = seconds
+        write_json(_file(), found)
+        # Beside another stage it made the whole no longer.
+        longer = 0.0 if BESIDE in os.environ else seconds
+        write_json(_kept(), _read(_kept()) | {_name(stage): longer})
 
 
 def spent() -> dict[str, float]:
     """Seconds of the stages that this execution has run."""
-    found = _read(_execution())
-    return found["seconds"] if found.get("key") == execution_key() else {}
+    return _execution().get("seconds", {})
+
+
+def so_far() -> float:
+    """Seconds since this execution's first stage began."""
+    return max(0.0, time.time() - _execution().get("began", time.time()))
 
 
 def _known() -> dict[str, float]:
@@ -177,8 +198,21 @@ def _name(stage: str) -> str:
     return f"{chosen_preset(Path()) or 'default'}/{stage}"
 
 
-def _execution() -> Path:
+def _execution() -> dict[str, Any]:
+    found = _read(_file())
+    return found if found.get("key") == execution_key() and "began" in found else {}
+
+
+def _file() -> Path:
     return repo_root() / "checkpoints" / "execution.json"
+
+
+@contextmanager
+def _kept_alone() -> Iterator[None]:
+    """No other stage, of those that run at the same time, writes what is kept here meanwhile."""
+    _file().parent.mkdir(exist_ok=True)
+    with FileLock(_file().with_suffix(".lock")):
+        yield
 
 
 def _kept() -> Path:

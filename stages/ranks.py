@@ -32,17 +32,19 @@ class Batch(NamedTuple):
         field: of the stage's section, the number of rows of a batch.
         least: rows of a rank below which another rank does not help.
         unit: a field that must divide the rows of a rank, or None.
+        beside: cores that another stage has meanwhile (see `stages.beside`).
     """
 
     field: str
     least: int
     unit: str | None = None
+    beside: int = 0
 
 
 # Stages that gain from ranks; world_model and prove lose by a second one (`benchmarks.scaling`).
 SHARED = {
     "perception": Batch("sequences", 4),
-    "social": Batch("sequences", 4),
+    "social": Batch("sequences", 4, beside=1),
     "policy": Batch("worlds", 16, "meta_period"),
 }
 
@@ -60,13 +62,14 @@ def helpful(stage: str, params: Params, cores: int, gpus: int = 0) -> int:
     batch, section = shared[stage], getattr(params, stage)
     rows = getattr(section, batch.field)
     unit = getattr(section, batch.unit) if batch.unit else 1
-    for count in range(min(gpus or cores, rows // (1 if gpus else batch.least)), 1, -1):
+    free, least = (gpus, 1) if gpus else (cores - batch.beside, batch.least)
+    for count in range(min(free, rows // least), 1, -1):
         if rows % count == 0 and (rows // count) % unit == 0:
             return count
     return 1
 
 
-def _gpus() -> int:
+def shared_gpus() -> int:
     """The GPUs that ranks may take; 0 where the stage would run on the CPU."""
     asked = os.environ.get("HAMLET_DEVICE", "auto")
     if asked == "cpu" or (asked == "auto" and not has_gpu()):  # PyTorch takes long to import
@@ -95,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     with one_line_errors(asked.stage):
         params = load_params()  # what is wrong in params.yaml is told once, not by every rank
-        gpus = _gpus()  # and what is wrong with the device
+        gpus = shared_gpus()  # and what is wrong with the device
         count = asked.count or helpful(asked.stage, params, cores(), gpus)
         if gpus and count > 1:
             from hamlet.device import check_ranks

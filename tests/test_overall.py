@@ -61,34 +61,40 @@ def test_what_is_to_come_are_dependents_and_what_was_never_made(folder):
 
 def test_the_line_counts_and_adds_up():
     known = {"a": 60.0, "b": 30.0, "register": 5.0}
-    assert line("a", {}, ["b", "register"], known) == "stage 1 of 3, about 1 min 35 s to go"
-    told = line("b", {"a": 61.0}, ["register"], known)
+    assert line("a", {}, ["b", "register"], known, 0.0) == "stage 1 of 3, about 1 min 35 s to go"
+    told = line("b", {"a": 50.0}, ["register"], known, 61.0)
     assert told == "stage 2 of 3, 1 min 01 s so far, about 35 s to go"
-    told = line("b", {"a": 61.0}, ["c", "register"], known)
+    told = line("b", {"a": 61.0}, ["c", "register"], known, 61.0)
     assert told == "stage 2 of 4, 1 min 01 s so far, 35 s to go, and 1 stages never timed here"
-    assert line("c", {}, [], known) == "stage 1 of 1"
+    assert line("c", {}, [], known, 0.0) == "stage 1 of 1"
 
 
 def test_seconds_of_an_execution_and_of_earlier_ones(folder, monkeypatch, capsys):
-    clock = iter([0.0, 100.0, 200.0, 230.0, 300.0, 301.0])
-    monkeypatch.setattr(overall.time, "monotonic", lambda: next(clock))
+    now = [1000.0]
+    monkeypatch.setattr(overall.time, "time", lambda: now[0])
     with overall.timed("a"):
-        pass
-    assert capsys.readouterr().err == "a: stage 1 of 3\n"
+        assert capsys.readouterr().err == "a: stage 1 of 3\n"
+        now[0] += 100
+    now[0] += 20  # in which DVC looked at files
     with overall.timed("b"):
-        pass
-    assert capsys.readouterr().err == "b: stage 2 of 3, 1 min 40 s so far\n"
-    assert overall.spent() == {"a": 100.0, "b": 30.0}
-    assert table(overall.spent()) == [
-        "a                  1 min 40 s   77 %",
-        "b                       30 s   23 %",
-        "in all             2 min 10 s",
+        assert capsys.readouterr().err == "b: stage 2 of 3, 2 min 00 s so far\n"
+        with monkeypatch.context() as beside, overall.timed("c"):
+            beside.setenv("HAMLET_BESIDE", "somebody")
+            now[0] += 30
+        now[0] += 10
+    assert overall.spent() == {"a": 100.0, "b": 40.0, "c": 30.0}
+    assert table(overall.spent(), overall.so_far()) == [
+        "a                  1 min 40 s   62 %",
+        "b                       40 s   25 %",
+        "c                       30 s   19 %",
+        "in all             2 min 40 s",
     ]
+    capsys.readouterr()
     monkeypatch.setenv("HAMLET_EXECUTION", "two")
-    assert overall.spent() == {}
+    assert (overall.spent(), overall.so_far()) == ({}, 0.0)
     with pytest.raises(ZeroDivisionError), overall.timed("a"):
         raise ZeroDivisionError
-    assert capsys.readouterr().err.startswith("a: stage 1 of 3, 2 min 10 s to go, and 1 stages")
+    assert capsys.readouterr().err.startswith("a: stage 1 of 3, 2 min 20 s to go, and 1 stages")
     assert overall.spent() == {}  # what failed took no such time
 
 

@@ -96,6 +96,8 @@ class Led(NamedTuple):
     """int64 [.] ascending: those that it drives, and those whose agents deliberate."""
     free: Tensor
     """int64 [.] ascending: those that it does not drive."""
+    judged: bool = False
+    """Whether the critic says what it thinks of the worlds."""
 
 
 def led(thinking: Tensor, driven: Tensor) -> Led:
@@ -211,8 +213,9 @@ class Learner:
         else:
             assert thinking is not None
             acted, agent, expert, record = self._improve(world, seen, memory, thinking)
-        record["privileged"] = self.privileged(world)
-        record["value"] = self.critic(record["privileged"])
+        if led is None or led.judged:
+            record["privileged"] = self.privileged(world)
+            record["value"] = self.critic(record["privileged"])
         co_players = memory.co_players
         if self.co_players is not None:
             with region("co_players"):
@@ -249,7 +252,7 @@ class Learner:
     ) -> tuple[Tensor, AgentState, Any, Record]:
         """A tick of imitation: the expert acts in the led worlds, module D in the free ones."""
         assert self.expert is not None, "imitation needs a teacher"
-        n, (asked, free) = self.agents, led
+        n, asked, free = self.agents, led.asked, led.free
         with region("expert"):
             expert = self.expert.watch(world, memory.expert)
             acts, means, _ = self.expert.act(world[asked], expert[asked])

@@ -24,8 +24,10 @@ from hamlet.modules.critic import Critic
 from hamlet.params import PolicyParams
 
 FEATURES = tuple(f"f_{name}" for name in Features._fields)
-IMITATING = (*FEATURES, "active", "expert_goal", "expert_action", "privileged", "returns")
-"""Of the agents that deliberate, what imitation learns from."""
+IMITATING = (*FEATURES, "active", "expert_goal", "expert_action")
+"""Of the agents that deliberate, what imitation learns from,"""
+JUDGING = ("privileged", "returns")
+"""and what values are learned from beside it, in its last part."""
 VALUING = ("active", "privileged", "value", "returns")
 """Of a tick's experience, what values are learned from while goals improve."""
 THINKING = (*FEATURES, "candidates", "imagined_return", "imagined_confidence", "goal",
@@ -51,7 +53,8 @@ class PolicyLosses:
         self.entropy_coef = torch.tensor(params.entropy, device=device)
 
     def imitate(self, batch: TensorDict) -> Told:
-        """Cross-entropy with the teacher's goals and actions; squared error of the values."""
+        """Cross-entropy with the teacher's goals and actions; and where there are `returns` in the
+        batch, the squared error of the values."""
         f, weight = features_of(batch), batch["active"].float()
         goal_loss, goal_metrics = imitation_loss(
             self.policy.learned_logits(f), batch["expert_goal"], weight
@@ -60,13 +63,16 @@ class PolicyLosses:
         action_loss, action_metrics = imitation_loss(
             self.policy.action_logits(f, batch["expert_goal"]), batch["expert_action"], weight
         )
-        values = self.critic(batch["privileged"])
-        fit = 0.5 * weighted_mean((values - batch["returns"]).square(), weight)
-        return goal_loss + action_loss + fit, {
+        loss = goal_loss + action_loss
+        told = {
             "goal_agreement": goal_metrics["agreement"],
             "action_agreement": action_metrics["agreement"],
-            "value_loss": fit,
         }
+        if "returns" in batch.keys():
+            values = self.critic(batch["privileged"])
+            told["value_loss"] = 0.5 * weighted_mean((values - batch["returns"]).square(), weight)
+            loss = loss + told["value_loss"]
+        return loss, told
 
     def fit_critic(self, batch: TensorDict) -> Told:
         """Squared error of the values alone."""

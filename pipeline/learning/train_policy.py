@@ -53,7 +53,7 @@ from hamlet.learning.learner import (
     weights_of,
 )
 from hamlet.learning.log import Log
-from hamlet.learning.policy_losses import IMITATING, THINKING, VALUING, PolicyLosses
+from hamlet.learning.policy_losses import IMITATING, JUDGING, THINKING, VALUING, PolicyLosses
 from hamlet.learning.precision import Precision, best_precision
 from hamlet.learning.returns import gae
 from hamlet.learning.rollout import Record, Step, collect, fused_step, learn
@@ -70,6 +70,8 @@ REACHED = 0.95
 WARM_UP = 10
 LED = 0.6
 """The part of imitation in which the expert acts, in fewer and fewer worlds; then it only tells."""
+JUDGED = 0.25
+"""The last part of imitation, in which values are learned too: those of who acts then."""
 GOLDEN = 0.6180339887498949
 """Fractional parts of its multiples are spread evenly: so are the worlds in which it acts."""
 
@@ -171,6 +173,10 @@ class Schedule:
     def imitates(self, iteration: int) -> bool:
         return iteration < self.params.imitation_iterations
 
+    def judges(self, iteration: int) -> bool:
+        """Whether the critic is asked and learns; in imitation only towards its end."""
+        return iteration >= (1 - JUDGED) * self.params.imitation_iterations
+
     def driven_share(self, iteration: int) -> float:
         """Part of the worlds in which the expert acts in an iteration of imitation."""
         return max(0.0, 1 - iteration / (LED * self.params.imitation_iterations))
@@ -213,7 +219,8 @@ class Schedule:
             device = buffer.data["active"].device
             deciders = upload(torch.stack([slots_of(now, agents) for now in thinking]), device)
             if update is self.updates.imitation:
-                experience = [buffer.part(IMITATING, deciders)]
+                judged = JUDGING if self.judges(iteration) else ()
+                experience = [buffer.part((*IMITATING, *judged), deciders)]
             elif update is self.updates.critic_only:
                 experience = [buffer]
             else:
@@ -281,7 +288,7 @@ class Rollouts:
         On a GPU all ticks in which it acts nowhere, and `finish`, are one CUDA graph.
 
         Args:
-            finish: told the buffer and the worlds when it is full.
+            finish: told the buffer and the worlds when it is full; None: the critic is not asked.
         """
         device = self.learner.town.device
         contexts: list[tuple[Tensor | None, Led | None]]
@@ -289,8 +296,9 @@ class Rollouts:
             contexts = [(now, None) for now in uploaded(thinking, device)]
         else:
             driven = distributed.local_shard(driven_worlds(self.params.worlds, share))
-            rows = uploaded([part for now in thinking for part in led(now, driven)], device)
-            contexts = [(None, Led(*pair)) for pair in zip(rows[::2], rows[1::2], strict=True)]
+            rows = uploaded([part for now in thinking for part in led(now, driven)[:2]], device)
+            pairs = zip(rows[::2], rows[1::2], strict=True)
+            contexts = [(None, Led(*pair, judged=finish is not None)) for pair in pairs]
 
         def played(world: TensorDict, carry: RolloutCarry, contexts: Any) -> Any:
             world, carry = collect(step, world, carry, buffer, contexts)
@@ -376,11 +384,13 @@ def train_policy(
             older.load(extra)
 
     advantages = partial(add_advantages, learner=learner, params=params)
-    buffers = {True: RolloutBuffer(params.rollout), False: RolloutBuffer(params.rollout)}
+    # Of imitation, of its last part, and of what follows: their records differ.
+    buffers = {kind: RolloutBuffer(params.rollout) for kind in ((1, 0), (1, 1), (0, 1))}
     with closing(older) if older else nullcontext():
         for iteration in log.steps(schedule.iterations, start):
             imitating = schedule.imitates(iteration)
-            buffer, thinking = buffers[imitating], rollouts.thinking(iteration)
+            judged = schedule.judges(iteration)
+            buffer, thinking = buffers[imitating, judged], rollouts.thinking(iteration)
             if co_players:
                 co_players.meet(rng)
             told: Record = {}
@@ -388,7 +398,8 @@ def train_policy(
                 told = older.play(iteration, rollouts, steps[False], buffer, thinking)
             else:
                 share = schedule.driven_share(iteration) if imitating else None
-                rollouts.play(steps[imitating], buffer, thinking, share, advantages)
+                judge = advantages if judged else None
+                rollouts.play(steps[imitating], buffer, thinking, share, judge)
             metrics = schedule.learn(iteration, buffer, thinking, learner.agents, rng)
             if older and not imitating:
                 older.learned()

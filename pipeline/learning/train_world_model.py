@@ -28,7 +28,7 @@ REPORT_TICKS = (1, 5, 15, 50)
 INPUTS = ("mean", "log_std", "known_state", "action")
 IMPORTANCE = {
     "mean": 1.0, "log_std": 1.0, "known_state": 4.0, "reward": 10.0, "continue": 1.0, "value": 1.0,
-    "legal": 1.0, "free": 0.3, "error": 0.1,
+    "legal": 1.0, "free": 0.3, "error": 0.3,
 }  # fmt: skip
 """Weights of the terms of the loss."""
 SCALED = ("mean", "log_std", "known_state", "continue", "value", "legal", "free", "log_error")
@@ -211,7 +211,7 @@ def train_world_model(
         with region("data"):
             # Fed its own predictions before it knows the rules of one tick, it would learn wrong
             # ones: what it thinks is the second tick of a use is the third.
-            horizon = params.horizon if 4 * step >= 3 * params.steps else 1
+            horizon = params.horizon if 5 * step >= 4 * params.steps else 1
             batch = windows(experience, horizon, drawn.numel(), worlds, rng, own.flatten())
             batch = TensorDict(
                 {k: v.unflatten(1, own.shape) for k, v in batch.items()},

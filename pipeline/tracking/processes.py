@@ -16,6 +16,7 @@ import psutil
 DVC = ("dvc", "dvc.exe")
 PYTHON = ("python", "pypy")
 LAUNCHER = "HAMLET_LAUNCHER"  # the identity of the `stages.ranks` that started a rank
+BESIDE = "HAMLET_BESIDE"  # the identity of the `stages.beside` for which a second DVC runs a stage
 ENDS = "what started this process was killed: it ends too"
 WATCH_SECONDS = 0.25
 GRACE_SECONDS = 20.0  # for a checkpoint, after which an orphan ends at once
@@ -99,7 +100,8 @@ def is_dead(known: str) -> bool:
 
 
 def end_with_parents() -> None:
-    """Let this process end soon after the `dvc` above it or, of a rank, its launcher was killed.
+    """Let this process end soon after the `dvc` above it, or what runs it beside another stage, or
+    the launcher of a rank was killed.
 
     It is interrupted as by SIGTERM, so that it keeps its checkpoint, and ends after GRACE_SECONDS
     in any case. Without this it would train on, beside the next `dvc repro`.
@@ -107,7 +109,7 @@ def end_with_parents() -> None:
     Raises:
         SystemExit: one of them was killed while this process started.
     """
-    watched = [dvc_identity()]
+    watched = [dvc_identity(), os.environ.get(BESIDE)]
     if "LOCAL_RANK" in os.environ:  # torchrun's or `stages.ranks`'
         watched.append(os.environ.get(LAUNCHER) or identity(os.getppid()))
     above = [one for one in watched if one]

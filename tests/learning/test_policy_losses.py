@@ -9,7 +9,14 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from hamlet.learning.policy_losses import FEATURES, IMITATING, THINKING, VALUING, PolicyLosses
+from hamlet.learning.policy_losses import (
+    FEATURES,
+    IMITATING,
+    JUDGING,
+    THINKING,
+    VALUING,
+    PolicyLosses,
+)
 
 ROWS, GOALS, ACTIONS, CANDIDATES = 9, 4, 3, 2
 CLIP, KICKSTART, ENTROPY = 0.2, 0.3, 0.05
@@ -92,7 +99,7 @@ def critic_error(row: dict) -> float:
 
 
 def test_imitation_learns_the_experts_goal_its_action_for_that_goal_and_the_returns():
-    data = batch(IMITATING)
+    data = batch((*IMITATING, *JUDGING))
     loss, told = losses().imitate(data)
     rows = counting(data)
     goal = mean([-math.log(odds(r["f_mean"])[r["expert_goal"]]) for r in rows])
@@ -107,6 +114,9 @@ def test_imitation_learns_the_experts_goal_its_action_for_that_goal_and_the_retu
     fit = mean([0.5 * (sum(r["privileged"]) - r["returns"]) ** 2 for r in rows])
     assert loss.item() == pytest.approx(goal + action + fit, rel=1e-5)
     assert told["value_loss"].item() == pytest.approx(fit, rel=1e-5)
+    alone, told_alone = losses().imitate(data.select(*IMITATING))
+    assert alone.item() == pytest.approx(goal + action, rel=1e-5)
+    assert told_alone.keys() == told.keys() - {"value_loss"}
     agree = [r["f_mean"].index(max(r["f_mean"])) == r["expert_goal"] for r in rows]
     assert told["goal_agreement"].item() == pytest.approx(mean(agree))
     agree = [r["f_log_std"].index(max(r["f_log_std"])) == r["expert_action"] for r in rows]

@@ -268,6 +268,33 @@ def test_worlds_that_would_not_deliberate_evenly_are_refused_before_anything_is_
         )  # fmt: skip
 
 
+def test_the_critic_learns_in_the_last_quarter_of_imitation_and_after_it(tmp_path):
+    town = Town(load_pack("l4_contention"), num_layouts=8)
+    sizes = TINY.policy.model_copy(
+        update={
+            "imitation_iterations": 8, "critic_iterations": 1, "ppo_iterations": 1, "worlds": 8,
+            "rollout": 4, "minibatches": 2, "imitation_minibatches": 2,
+        }
+    )  # fmt: skip
+    mind, blank = new_mind(town, sizes)
+    critic = Critic(TownShape.of(town), sizes.hidden)
+    before = [weight.clone() for weight in critic.parameters()]
+    learns = []
+
+    class Watching(StoppedLog):
+        def record(self, step, metrics):
+            moved = [not torch.equal(*pair) for pair in zip(before, critic.parameters())]
+            assert all(moved) == any(moved)
+            told = bool({"value_loss", "explained_variance"} & metrics.keys())
+            learns.append((told, any(moved)))
+
+    train_policy(
+        town, TownShape.of(town), mind, blank, sizes, TINY.compile, 0, tmp_path / "a.pt",
+        Watching(None), critic,
+    )  # fmt: skip
+    assert learns == [(False, False)] * 6 + [(True, True)] * 4
+
+
 def test_what_imitation_left_is_kept_though_reinforcement_goes_on_after_an_interrupt(
     tmp_path, monkeypatch
 ):

@@ -1,0 +1,130 @@
+"""Run a stage, and meanwhile, on another core, stages that do not wait for it.
+
+    python -m stages.beside social -- python -m stages.world_model
+
+While the command after `--` runs, so does `dvc repro --single-item social`, another DVC in the same
+checkout. What it makes is in DVC's run cache: when the first `dvc repro` comes to `social`, it finds
+it there. This is done only where a whole `dvc repro` asked (no target, no option that changes what
+it does), there is a core to spare and no GPU is to be shared; else the command runs by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from hamlet.tracking import execution_key, repo_root
+from hamlet.tracking.processes import (
+    BESIDE,
+    GRACE_SECONDS,
+    dvc_identity,
+    end_with_parents,
+    identity,
+    is_dvc,
+)
+from stages.common import PROFILE, cores
+from stages.ranks import shared_gpus
+
+QUIET = {"-q", "--quiet", "-v", "--verbose"}
+
+
+def whole_run(command: Sequence[str]) -> bool:
+    """Whether a command line of DVC's reproduces all that is stale, and does nothing else."""
+    if not is_dvc(list(command)) or "repro" not in command:
+        return False
+    return set(command[list(command).index("repro") + 1 :]) <= QUIET
+
+
+def wanted() -> bool:
+    """Whether other stages are to run beside this one."""
+    above = dvc_identity()
+    if above is None or PROFILE in os.environ or cores() < 2 or shared_gpus():
+        return False
+    with suppress(psutil.Error):
+        return whole_run(psutil.Process(int(above.split(" ")[1])).cmdline())
+    return False
+
+
+class Others:
+    """A second DVC that runs some stages; what it says goes to a file."""
+
+    def __init__(self, stages: Sequence[str], beside: str) -> None:
+        self.stages, self.beside = ", ".join(stages), beside
+        self.log = repo_root() / "checkpoints" / f"beside-{beside}.log"
+        self.log.parent.mkdir(exist_ok=True)
+        env = os.environ | {"HAMLET_EXECUTION": execution_key(), BESIDE: identity()}
+        env.pop("DVC_STAGE", None)
+        command = [sys.executable, "-m", "dvc", "repro", "--single-item", *stages]
+        with self.log.open("w") as file:
+            self.dvc = subprocess.Popen(
+                command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+            )
+        self._say(f"beside it run: {self.stages}; they write to {os.path.relpath(self.log)}")
+
+    def wait(self) -> None:
+        """Until they have ended; what failed will run again, by itself."""
+        began = time.monotonic()
+        if self.dvc.poll() is None:
+            self._say(f"done; waiting for {self.stages}")
+        if self.dvc.wait():
+            last = self.log.read_text(errors="replace").strip().splitlines()[-1:]
+            self._say(f"beside it not all of {self.stages} ended well, they run again: {last}")
+        elif time.monotonic() - began > 1:
+            self._say(f"waited {time.monotonic() - began:.0f} s")
+
+    def end(self) -> None:
+        """Interrupt what runs: it keeps its checkpoint, and its DVC ends."""
+        with suppress(psutil.Error):
+            for child in psutil.Process(self.dvc.pid).children(recursive=True):
+                with suppress(psutil.Error):
+                    child.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.dvc.wait(2 * GRACE_SECONDS)
+        if self.dvc.poll() is None:
+            self.dvc.kill()
+            self.dvc.wait()
+
+    def _say(self, text: str) -> None:
+        print(f"{self.beside}: {text}", file=sys.stderr, flush=True)
+
+
+def run(command: Sequence[str]) -> int:
+    """The exit code of a command, to which what ends this process is passed on."""
+    own = subprocess.Popen(command)
+
+    def pass_on(number: int, _: object) -> None:
+        own.send_signal(number)
+
+    # Ctrl-C reaches the command by itself.
+    for number, handler in ((signal.SIGINT, lambda *_: None), (signal.SIGTERM, pass_on)):
+        signal.signal(number, handler)
+    code = own.wait()
+    return code if code >= 0 else 128 - code
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if "--" not in given[1:-1]:
+        raise SystemExit("usage: python -m stages.beside STAGE ... -- COMMAND ...")
+    middle = given.index("--")
+    stages, command = given[:middle], given[middle + 1 :]
+    end_with_parents()
+    others = Others(stages, command[-1].removeprefix("stages.")) if wanted() else None
+    code = run(command)
+    if others and code:
+        others.end()
+    elif others:
+        others.wait()
+    raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""A stage that another one does not wait for runs beside it, in a DVC of its own, and only once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from stages import beside
+from stages.beside import whole_run
+
+ROOT = Path(__file__).parents[1]
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+WORK = """
+import os, sys, time
+from pathlib import Path
+
+from hamlet.tracking import execution_key
+from hamlet.tracking.processes import end_with_parents
+
+end_with_parents()
+name, seconds, code = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+with Path("ran").open("a") as file:
+    print(name, "begins", execution_key(), file=file, flush=True)
+    time.sleep(seconds)
+    print(name, "ends", file=file, flush=True)
+Path(name).write_text(name)
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "whole"),
+    [
+        ("dvc repro", True),
+        ("/usr/bin/python3 /usr/bin/dvc repro -q", True),
+        ("python -m dvc repro", True),
+        ("dvc repro world_model", False),
+        ("dvc repro --single-item a", False),
+        ("dvc repro --force", False),
+        ("dvc repro --no-run-cache", False),
+        ("dvc exp run", False),
+        ("python repro.py repro", False),
+    ],
+)
+def test_only_a_whole_run_is_one(command, whole):
+    assert whole_run(command.split()) == whole
+
+
+def test_alone_on_one_core_under_a_profile_or_where_a_gpu_would_be_shared(monkeypatch):
+    monkeypatch.delenv("HAMLET_PROFILE", raising=False)
+    monkeypatch.setattr(beside, "dvc_identity", lambda: f"host {os.getpid()} 1")
+    monkeypatch.setattr(beside, "whole_run", lambda command: True)
+    monkeypatch.setattr(beside, "cores", lambda: 2)
+    monkeypatch.setattr(beside, "shared_gpus", lambda: 0)
+    assert beside.wanted()
+    for name, value in (("cores", 1), ("shared_gpus", 1), ("dvc_identity", None)):
+        with monkeypatch.context() as here:
+            here.setattr(beside, name, lambda value=value: value)
+            assert not beside.wanted()
+    monkeypatch.setenv("HAMLET_PROFILE", "1:1:x")
+    assert not beside.wanted()
+
+
+class Repo:
+    def __init__(self, folder: Path, **stages: str) -> None:
+        self.folder = folder
+        self.env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        for name in ("HAMLET_EXECUTION", "DVC_ROOT", "DVC_STAGE", "HAMLET_BESIDE"):
+            self.env.pop(name, None)
+        (folder / "work.py").write_text(WORK)
+        made = {
+            name: {"cmd": f"{command} {name} {rest}", "deps": ["work.py"], "outs": [name]}
+            for name, (command, rest) in ((n, s.split("|")) for n, s in stages.items())
+        }
+        (folder / "dvc.yaml").write_text(yaml.safe_dump({"stages": made}))
+        self.run("git", "init", "-q")
+        self.run(sys.executable, "-m", "dvc", "init", "-q")
+
+    def run(self, *command: str, check: bool = True) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            command, cwd=self.folder, env=self.env, check=check, text=True, capture_output=True
+        )
+
+    def repro(self, *more: str) -> tuple[int, list[str]]:
+        """The exit code, and what ran since the last time."""
+        ran = self.folder / "ran"
+        ran.unlink(missing_ok=True)
+        self.done = self.run(sys.executable, "-m", "dvc", "repro", *more, check=False)
+        lines = ran.read_text().splitlines() if ran.exists() else []
+        self.executions = {line.split("begins ")[1] for line in lines if "begins" in line}
+        return self.done.returncode, [line.split()[:2] for line in lines]
+
+
+def steps(*names: str) -> list[list[str]]:
+    return [name.split() for name in names]
+
+
+WORKS = f"{sys.executable} work.py"
+WITH_B = f"{sys.executable} -m stages.beside b -- {WORKS}"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CORES < 2, reason="there is one core: nothing runs beside anything")
+def test_it_runs_once_and_meanwhile_and_is_the_same_execution(tmp_path):
+    repo = Repo(tmp_path, a=f"{WITH_B}|6 0", b=f"{WORKS}|.1 0")
+    assert repo.repro() == (0, steps("a begins", "b begins", "b ends", "a ends"))
+    assert len(repo.executions) == 1
+    assert "'b' is cached" in repo.done.stdout
+    assert "beside it run: b; they write to checkpoints/beside-" in repo.done.stderr
+    assert (tmp_path / "b").read_text() == "b"
+    assert repo.repro() == (0, [])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CORES < 2, reason="there is one core: nothing runs beside anything")
+def test_what_fails_beside_it_is_run_again_and_told(tmp_path):
+    repo = Repo(tmp_path, a=f"{WITH_B}|6 0", b=f"{WORKS}|.1 3")
+    code, ran = repo.repro()
+    assert code != 0
+    assert ran == steps("a begins", "b begins", "b ends", "a ends", "b begins", "b ends")
+    assert "not all of b ended well, they run again" in repo.done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CORES < 2, reason="there is one core: nothing runs beside anything")
+def test_when_it_fails_what_runs_beside_it_ends(tmp_path):
+    repo = Repo(tmp_path, a=f"{WITH_B}|6 3", b=f"{WORKS}|60 0")
+    began = time.monotonic()
+    code, ran = repo.repro()
+    assert code != 0
+    assert ran == steps("a begins", "b begins", "a ends")
+    assert time.monotonic() - began < 40
+    # Nothing is in the way of the next one.
+    (tmp_path / "dvc.yaml").write_text(
+        (tmp_path / "dvc.yaml").read_text().replace(" 6 3", " .1 0").replace(" 60 0", " .1 0")
+    )
+    assert repo.repro()[0] == 0

@@ -1,7 +1,8 @@
-"""Tensors on the device where they are needed: moved, sent without waiting, or made there once."""
+"""Tensors where they are needed: moved, sent without waiting, made there once; or as bytes."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -38,6 +39,18 @@ def moved(value: T, device: torch.device | str) -> T:
     if isinstance(value, list | tuple):
         return made(*new.values()) if hasattr(value, "_fields") else made(new.values())
     return new  # type: ignore[return-value]
+
+
+def dumped(content: Any) -> bytes:
+    """Plain data and tensors, to be sent to another process; see `loaded`."""
+    file = io.BytesIO()
+    torch.save(moved(content, "cpu"), file)
+    return file.getvalue()
+
+
+def loaded(content: bytes) -> Any:
+    """What `dumped` was given, on the CPU. Nothing is unpickled."""
+    return torch.load(io.BytesIO(content), weights_only=True)
 
 
 def constant(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:

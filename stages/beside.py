@@ -3,8 +3,8 @@
     python -m stages.beside social -- python -m stages.world_model
 
 While the command after `--` runs, so does `dvc repro --single-item social`, another DVC in the same
-checkout. What it makes is in DVC's run cache: when the first `dvc repro` comes to `social`, it finds
-it there. This is done only where a whole `dvc repro` asked (no target, no option that changes what
+checkout. What it makes is in DVC's run cache, where the first `dvc repro` finds it when it comes to
+`social`. This is done only where a whole `dvc repro` asked (no target, no option that changes what
 it does), there is a core to spare and no GPU is to be shared; else the command runs by itself.
 """
 
@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 

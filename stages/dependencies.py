@@ -36,6 +36,7 @@ NEUTRAL = {
     "stages/beside.py": "runs other stages meanwhile",
     "stages/common.py": "progress, endings and the tracked run around a stage's own work",
     "stages/log.py": "tells what a training reports",
+    "stages/meanwhile.py": "does a stage's work in another process",
     "stages/overall.py": "tells how far a whole run is",
     "stages/paths.py": "names of files, which dvc.yaml names too",
     "stages/ranks.py": "starts a stage in several processes",

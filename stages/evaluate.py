@@ -14,11 +14,13 @@ from torch import Tensor
 from hamlet.artifacts import atomic_path, read_json, write_json
 from hamlet.learning.rollout import Record, evaluate, fused_step
 from hamlet.modules.contracts import UNCERTAINTY_REASONS
+from hamlet.params import Params
 from hamlet.serving.agent import STATE, Arrays, OnnxAgent
 from hamlet.town import Scripted, Town, render_png
 from stages import paths
 from stages.collect import make_town
-from stages.common import cores, progress, stage
+from stages.common import cores, prepare_torch, progress, stage
+from stages.meanwhile import meanwhile
 from stages.report import write_report
 
 EVALUATION_SEED = 5  # added to the seed: worlds that no other stage plays
@@ -137,16 +139,16 @@ def live(
     memory: Any,
     worlds: int,
     seed: int,
-    name: str,
+    name: str | None,
     watch: Callable[[TensorDict], None] | None = None,
 ) -> dict[str, Tensor]:
     """What a player records of one life in each of the worlds of a town in `eval` mode.
 
     Args:
-        name: of the player or the town, for the progress bar.
+        name: of the player or the town, for the progress bar; None: there is none.
         watch: told the state before every tick.
     """
-    bar: Any = iter(progress(town.lifespan, f"evaluate: {name}"))
+    bar: Any = iter(progress(town.lifespan, f"evaluate: {name}") if name else ())
 
     def tick(world: TensorDict) -> None:
         next(bar, None)
@@ -203,6 +205,24 @@ def scores(lives: dict[str, dict[str, Tensor]], seed: int) -> dict[str, Any]:
     }
 
 
+def played(params: Params, shown: bool) -> dict[str, dict[str, Tensor]]:
+    """The lives of the scripted players, by name, in the worlds that the agent plays too.
+
+    Args:
+        shown: whether there is a progress bar.
+    """
+    prepare_torch(params.seed)
+    town, worlds = make_town(params, held_out=True), params.evaluate.worlds
+    seed = params.seed + EVALUATION_SEED
+    town.eval(worlds)
+    lives = {}
+    for name in BASELINES:
+        player = ScriptedPlayers(Scripted(town, [name], seed))
+        memory = player.scripted.reset(town.reset(seed, worlds))
+        lives[name] = live(town, player, memory, worlds, seed, name if shown else None)
+    return lives
+
+
 def save_gif(town: Town, frames: list[TensorDict], path: Any) -> None:
     images = [render_png(town, frame, 0).quantize(64, dither=Image.Dither.NONE) for frame in frames]
     with atomic_path(path) as temporary:
@@ -211,36 +231,30 @@ def save_gif(town: Town, frames: list[TensorDict], path: Any) -> None:
 
 def main() -> None:
     with stage("evaluate") as s:
+        baselines = meanwhile(played, s.params)
         params = s.params.evaluate
         town = make_town(s.params, held_out=True)
-        agent = OnnxAgent(paths.AGENT, threads=cores())
+        agent = OnnxAgent(paths.AGENT, threads=max(1, cores() - 1))
         seed = s.params.seed + EVALUATION_SEED
         town.eval(params.worlds)
         frames: list[TensorDict] = []
-        lives = {}
 
         def film(world: TensorDict) -> None:
             frames.append(world[:1])
 
-        for name in (*BASELINES, "agent"):
-            player: Any
-            if name == "agent":
-                player = OnnxPlayers(agent, town, params.worlds)
-                memory = player.start(params.worlds)
-            else:
-                player = ScriptedPlayers(Scripted(town, [name], seed))
-                memory = player.scripted.reset(town.reset(seed, params.worlds))
-            lives[name] = live(
-                town, player, memory, params.worlds, seed, name, film if name == "agent" else None
-            )
-        noticed = {"novel_fraction": novel_share(lives["agent"])}
+        player = OnnxPlayers(agent, town, params.worlds)
+        of_agent = live(
+            town, player, player.start(params.worlds), params.worlds, seed, "agent", film
+        )
+        noticed = {"novel_fraction": novel_share(of_agent)}
         for name, other in other_towns(town, params.worlds, seed).items():
             worlds = min(CHANGED_WORLDS, params.worlds)
             other.eval(worlds)
             player = OnnxPlayers(agent, other, worlds)
             lived = live(other, player, player.start(worlds), worlds, seed, name)
             noticed[f"novel_fraction_{name}"] = novel_share(lived)
-        by_world = {name: played["returns"].mean(1) for name, played in lives.items()}
+        lives = {**baselines(), "agent": of_agent}
+        by_world = {name: lived["returns"].mean(1) for name, lived in lives.items()}
         numbers = {"agent_sha256": agent.card["sha256"], **scores(lives, seed), **noticed}
         write_json(paths.metrics("evaluate"), numbers)
         write_json(paths.metrics("score"), {name: numbers[name] for name in SCORE})

@@ -1,7 +1,8 @@
 """How far a whole `dvc repro` is: stages done and to come, time so far and left, and where it went.
 
 By how many seconds each stage made an execution longer is kept in `checkpoints/seconds.json`, by
-preset, for the next estimate; what the one under way has done in `checkpoints/execution.json`. Neither shapes a result.
+preset, for the next estimate; what the one under way has done in `checkpoints/execution.json`.
+Neither shapes a result.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ def timed(stage: str) -> Iterator[None]:
         yield
         return
     began = time.time()
-    nothing = {"key": execution_key(), "began": began, "seconds": {}}
+    nothing: dict[str, Any] = {"key": execution_key(), "began": began, "seconds": {}}
     with _kept_alone():
         write_json(_file(), _execution() or nothing)
     done = spent()

@@ -146,13 +146,20 @@ def reinforced(
     town: Town, seat: Selves, imitated: Mapping[str, Tensor], seed: int
 ) -> dict[str, float]:
     """What reinforcement learning added: the mean return of the trained agents and of those that
-    imitation left, in the same worlds; the difference and half of its 95 % interval."""
+    imitation left, in the same worlds; the difference and half of its 95 % interval.
+
+    All ranks call it: of two, each plays one of both.
+    """
     policy: Any = seat.mind.policy
     learned = weights_of(policy)
-    by_world = []
-    for weights in (imitated, learned):
-        policy.load_state_dict(weights)
-        by_world.append(play_alone(town, seat, JUDGED_WORLDS, seed + JUDGED_SEED).mean(1))
+    device = next(policy.parameters()).device
+    by_world = [torch.zeros(JUDGED_WORLDS, dtype=torch.float64, device=device)] * 2
+    for number, weights in enumerate((imitated, learned)):
+        if distributed.rank() == number % distributed.ranks():
+            policy.load_state_dict(weights)
+            by_world[number] = play_alone(town, seat, JUDGED_WORLDS, seed + JUDGED_SEED).mean(1)
+    policy.load_state_dict(learned)
+    by_world = list(distributed.all_reduce_sum(*by_world))
     gain = by_world[1] - by_world[0]
     return {
         "imitated_return": by_world[0].mean().item(),
@@ -219,16 +226,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             folder / "checkpoint.pt", log, cast=cast,
         )  # fmt: skip
 
-        if not s.first:
-            return
-        made_on = s.made_on(policy_precision(s.params.compile, s.device))
-        keep_policy(policy, trained.critic, shape, s.params, cards, paths.POLICY, made_on)
-        log.write(paths.curve("policy"))
-        tail = log.rows[-1] if log.rows else {}
-        learned = {"menu_error": menu_error(policy.prospects.menu.t().cpu(), menu(town.pack))}
+        if s.first:
+            made_on = s.made_on(policy_precision(s.params.compile, s.device))
+            keep_policy(policy, trained.critic, shape, s.params, cards, paths.POLICY, made_on)
+            log.write(paths.curve("policy"))
         seat = Selves(mind, shape, blank, 0, shape.num_agents, imagines=True)
         held_out = make_town(s.params, held_out=True, device=s.device)
-        learned |= reinforced(held_out, seat, trained.imitated, s.params.seed)
+        learned = reinforced(held_out, seat, trained.imitated, s.params.seed)
+        if not s.first:
+            return
+        learned["menu_error"] = menu_error(policy.prospects.menu.t().cpu(), menu(town.pack))
+        tail = log.rows[-1] if log.rows else {}
         s.run.metrics(learned)
         numbers = {k: v for k, v in tail.items() if k != "step"} | learned
         write_json(paths.metrics("policy"), numbers)

@@ -49,6 +49,11 @@ from stages.policy import keep_policy, make_mind
 MATCH_SEED, FOCAL_SEED, NURSERY_SEED = 11, 12, 13
 
 
+def home(folder: Path, number: int) -> Path:
+    """Where a member is kept; the first is the policy as it came."""
+    return folder / f"member_{number}"
+
+
 class Society:
     """The members so far, and what is needed to seat them in worlds.
 
@@ -67,10 +72,7 @@ class Society:
         self.members: list[Any] = []
 
     def join(self, number: int) -> None:
-        self.members.append(load_policy(self.home(number), self.shape, self.town.device)[0])
-
-    def home(self, number: int) -> Path:
-        return self.folder / f"member_{number}"
+        self.members.append(load_policy(home(self.folder, number), self.shape, self.town.device)[0])
 
     def seat(self, policy: Any, first: int, last: int, imagines: bool = True) -> Selves:
         m, sizes = self.mind, self.params.policy
@@ -129,10 +131,10 @@ class Society:
         s, sizes = self.stage, self.params.policy
         policy: Any = self.mind.policy
         critic = Critic(self.shape, sizes.hidden).to(self.town.device)
-        weights = torch.load(self.home(number - 1) / "weights.pt", weights_only=True)
+        weights = torch.load(home(self.folder, number - 1) / "weights.pt", weights_only=True)
         policy.load_state_dict(weights["policy"])
         critic.load_state_dict(weights["critic"])
-        visitor, _ = load_policy(self.home(0), self.shape, self.town.device)
+        visitor, _ = load_policy(home(self.folder, 0), self.shape, self.town.device)
         co_players = Strangers(
             self.characters(self.town, self.half, people),
             self.seat(visitor, self.half, self.shape.num_agents, imagines=False),
@@ -152,7 +154,8 @@ class Society:
             co_players,
         )  # fmt: skip
         made_on = s.made_on(policy_precision(self.params.compile, s.device))
-        keep_policy(policy, critic, self.shape, self.params, self.cards, self.home(number), made_on)
+        kept = home(self.folder, number)
+        keep_policy(policy, critic, self.shape, self.params, self.cards, kept, made_on)
 
 
 def compare(society: Society, met: dict[tuple[int, int], Tensor]) -> Standing:
@@ -168,56 +171,63 @@ def compare(society: Society, met: dict[tuple[int, int], Tensor]) -> Standing:
     return standing(torch.stack([torch.stack(row) for row in rows]))
 
 
+def raised(s: Stage, folder: Path) -> dict[str, Any]:
+    """Raise a population from the policy in `folder`; what is found, the winner's number in it.
+
+    Raises:
+        HamletError: an agent is alone in this world.
+    """
+    society, rounds = Society(s, folder), s.params.population.rounds
+    if not society.half:
+        raise HamletError(
+            f"params.yaml: population.rounds is {rounds}, but in {society.shape.pack} an agent is "
+            "alone",
+            "set population.rounds to 0",
+        )
+    people, met = founders(), dict[tuple[int, int], Tensor]()
+    society.join(0)
+    for number in range(1, rounds + 1):
+        if not (home(folder, number) / "weights.pt.json").exists():
+            won = compare(society, met).wins[number - 1]
+            society.train(number, people, won)
+        society.join(number)
+        people = society.grow(people, number)
+    found = compare(society, met)
+    everyone: progress[int] = progress(rounds + 1, "population: among characters")
+    among = [society.among_characters(k) for k in everyone]
+    score = (found.payoff.mean(1) + torch.tensor(among, dtype=torch.float64)) / 2
+    winner = int(score.argmax())
+    focal = {member: society.focal(member) for member in {0, winner}}
+    gain = focal[winner] - focal[0]
+    mean, margin = gain.mean().item(), 1.96 * gain.std().item() / len(gain) ** 0.5
+    return {
+        "winner": winner,
+        "score": score.tolist(),
+        "among_characters": among,
+        **{name: value.tolist() for name, value in found._asdict().items()},
+        "focal_score_of_policy": focal[0].mean().item(),
+        "focal_score": focal[winner].mean().item(),
+        "focal_gain": mean,
+        "focal_gain_ci95": [mean - margin, mean + margin],
+        "characters": [asdict(dna) for dna in people],
+    }
+
+
 def main() -> None:
     with stage("population") as s:
         rounds = s.params.population.rounds
         folder = s.checkpoint_dir(
             "pipeline", extra=check_card(paths.POLICY / "weights.pt")["sha256"]
         )
-        society = Society(s, folder)
-        if rounds and not society.half:
-            raise HamletError(
-                f"params.yaml: population.rounds is {rounds}, but in {society.shape.pack} an agent "
-                "is alone",
-                "set population.rounds to 0",
-            )
-        people, met = founders(), dict[tuple[int, int], Tensor]()
-        shutil.copytree(paths.POLICY, society.home(0), dirs_exist_ok=True)
-        society.join(0)
-        for number in range(1, rounds + 1):
-            if not (society.home(number) / "weights.pt.json").exists():
-                won = compare(society, met).wins[number - 1]
-                society.train(number, people, won)
-            society.join(number)
-            people = society.grow(people, number)
-        numbers: dict[str, Any] = {"winner": 0}
-        if rounds:
-            found = compare(society, met)
-            everyone: progress[int] = progress(rounds + 1, "population: among characters")
-            among = [society.among_characters(k) for k in everyone]
-            score = (found.payoff.mean(1) + torch.tensor(among, dtype=torch.float64)) / 2
-            winner = int(score.argmax())
-            focal = {member: society.focal(member) for member in {0, winner}}
-            gain = focal[winner] - focal[0]
-            mean, margin = gain.mean().item(), 1.96 * gain.std().item() / len(gain) ** 0.5
-            numbers = {
-                "winner": winner,
-                "score": score.tolist(),
-                "among_characters": among,
-                **{name: value.tolist() for name, value in found._asdict().items()},
-                "focal_score_of_policy": focal[0].mean().item(),
-                "focal_score": focal[winner].mean().item(),
-                "focal_gain": mean,
-                "focal_gain_ci95": [mean - margin, mean + margin],
-                "characters": [asdict(dna) for dna in people],
-            }
+        shutil.copytree(paths.POLICY, home(folder, 0), dirs_exist_ok=True)
+        numbers = raised(s, folder) if rounds else {"winner": 0}
         write_json(paths.metrics("population"), numbers)
         s.run.metrics({k: v for k, v in numbers.items() if isinstance(v, int | float)})
         with atomic_dir(paths.WINNER) as fresh:
-            shutil.copytree(society.home(numbers["winner"]), fresh, dirs_exist_ok=True)
+            shutil.copytree(home(folder, numbers["winner"]), fresh, dirs_exist_ok=True)
         with atomic_dir(paths.POPULATION) as fresh:
             for number in range(rounds + 1):
-                shutil.copytree(society.home(number), fresh / society.home(number).name)
+                shutil.copytree(home(folder, number), fresh / home(folder, number).name)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ pipe: a thread of the actor takes in what is sent. They act on the CPU, wherever
 
 from __future__ import annotations
 
-import io
 import multiprocessing
 import os
 import queue
@@ -18,7 +17,6 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-import torch
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -28,7 +26,7 @@ from hamlet.learning.distributed import joined, shard
 from hamlet.learning.learner import Learner, packed, thinking_in, unpacked
 from hamlet.learning.precision import Precision
 from hamlet.learning.rollout import collect, fused_step
-from hamlet.moving import moved
+from hamlet.moving import dumped, loaded
 from hamlet.params import PolicyParams
 
 GRACE = 10.0  # seconds
@@ -57,16 +55,6 @@ class Job(NamedTuple):
     rows: bytes
 
 
-def _dumped(content: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(moved(content, "cpu"), file)
-    return file.getvalue()
-
-
-def _loaded(content: bytes) -> Any:
-    return torch.load(io.BytesIO(content), weights_only=True)
-
-
 class Actors:
     """Started processes, each with its part of the worlds.
 
@@ -89,7 +77,7 @@ class Actors:
         for index in range(cast.size):
             weights, tell = context.Pipe(duplex=False)
             hear, rollouts = context.Pipe(duplex=False)
-            own = _dumped(shard(rows, index, cast.size))
+            own = dumped(shard(rows, index, cast.size))
             job = Job(cast.make, params, compile, precision, iteration, own)
             name = f"actor {index}"
             process = context.Process(
@@ -108,7 +96,7 @@ class Actors:
         Raises:
             HamletError: an actor has ended.
         """
-        content = _dumped(dict(weights))
+        content = dumped(dict(weights))
         for index, pipe in enumerate(self.told):
             try:
                 pipe.send_bytes(content)
@@ -124,7 +112,7 @@ class Actors:
         parts, rows = [], []
         for index, pipe in enumerate(self.heard):
             try:
-                data, after = _loaded(pipe.recv_bytes())
+                data, after = loaded(pipe.recv_bytes())
             except (EOFError, OSError):
                 raise self._lost(index) from None
             parts.append(data)
@@ -188,12 +176,12 @@ def _play(job: Job, inbox: queue.SimpleQueue[bytes], rollouts: Connection) -> No
     learner = job.make()
     policy: Any = learner.mind.policy
     step = fused_step(learner.town, learner, job.compile, job.precision)
-    world, carry = unpacked(_loaded(job.rows))
+    world, carry = unpacked(loaded(job.rows))
     buffer, iteration = RolloutBuffer(job.params.rollout), job.iteration
     while True:
-        policy.load_state_dict(_loaded(inbox.get()))
+        policy.load_state_dict(loaded(inbox.get()))
         thinking = thinking_in(iteration, len(world), job.params)
         world, carry = collect(step, world, carry, buffer, [(now, None) for now in thinking])
         assert buffer.data is not None
-        rollouts.send_bytes(_dumped((dict(buffer.data.items()), packed(world, carry))))
+        rollouts.send_bytes(dumped((dict(buffer.data.items()), packed(world, carry))))
         iteration += 1

@@ -63,12 +63,12 @@ class PolicyLosses:
         action_loss, action_metrics = imitation_loss(
             self.policy.action_logits(f, batch["expert_goal"]), batch["expert_action"], weight
         )
-        loss = goal_loss + action_loss
+        loss, given = goal_loss + action_loss, batch.keys()
         told = {
             "goal_agreement": goal_metrics["agreement"],
             "action_agreement": action_metrics["agreement"],
         }
-        if "returns" in batch.keys():
+        if "returns" in given:
             values = self.critic(batch["privileged"])
             told["value_loss"] = 0.5 * weighted_mean((values - batch["returns"]).square(), weight)
             loss = loss + told["value_loss"]

@@ -162,7 +162,7 @@ def timed(stage: str) -> Iterator[None]:
         yield
         return
     began = time.time()
-    nothing: dict[str, Any] = {"key": execution_key(), "began": began, "seconds": {}}
+    nothing: dict[str, Any] = {"key": execution_key(), "began": int(began), "seconds": {}}
     with _kept_alone():
         write_json(_file(), _execution() or nothing)
     done = spent()

@@ -70,7 +70,7 @@ def test_the_line_counts_and_adds_up():
 
 
 def test_seconds_of_an_execution_and_of_earlier_ones(folder, monkeypatch, capsys):
-    now = [1000.0]
+    now = [1.7e9]
     monkeypatch.setattr(overall.time, "time", lambda: now[0])
     with overall.timed("a"):
         assert capsys.readouterr().err == "a: stage 1 of 3\n"

@@ -2,10 +2,11 @@
 
     python -m stages.beside social -- python -m stages.world_model
 
-While the command after `--` runs, so does `dvc repro --single-item social`, another DVC in the same
-checkout. What it makes is in DVC's run cache, where the first `dvc repro` finds it when it comes to
-`social`. This is done only where a whole `dvc repro` asked (no target, no option that changes what
-it does), there is a core to spare and no GPU is to be shared; else the command runs by itself.
+While the command after `--` runs, so does `python -m stages.beside social`, which reproduces
+`social` alone, as another DVC in the same checkout, and keeps what it made in DVC's run cache:
+there the first `dvc repro` finds it when it comes to `social`. This is done only where a whole
+`dvc repro` asked (no target, no option that changes what it does), there is a core to spare and no
+GPU is to be shared; else the command runs by itself.
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 
 import psutil
 
-from hamlet.tracking import execution_key, repo_root
+from hamlet.artifacts import in_one_line
+from hamlet.tracking import repo_root
 from hamlet.tracking.processes import (
     BESIDE,
     GRACE_SECONDS,
     dvc_identity,
     end_with_parents,
     identity,
+    interrupt_execution,
     is_dvc,
 )
 from stages.common import PROFILE, cores
@@ -47,49 +51,54 @@ def wanted() -> bool:
     above = dvc_identity()
     if above is None or PROFILE in os.environ or cores() < 2 or shared_gpus():
         return False
+    if find_spec("dvc") is None:  # it has an environment of its own
+        return False
     with suppress(psutil.Error):
         return whole_run(psutil.Process(int(above.split(" ")[1])).cmdline())
     return False
 
 
 class Others:
-    """A second DVC that runs some stages; what it says goes to a file."""
+    """A process that reproduces some stages; what it says goes to a file."""
 
     def __init__(self, stages: Sequence[str], beside: str) -> None:
         self.stages, self.beside = ", ".join(stages), beside
         self.log = repo_root() / "checkpoints" / f"beside-{beside}.log"
         self.log.parent.mkdir(exist_ok=True)
-        env = os.environ | {"HAMLET_EXECUTION": execution_key(), BESIDE: identity()}
-        env.pop("DVC_STAGE", None)
-        command = [sys.executable, "-m", "dvc", "repro", "--single-item", *stages]
+        env = os.environ | {BESIDE: identity()}
+        command = [sys.executable, "-m", "stages.beside", *stages]
         with self.log.open("w") as file:
-            self.dvc = subprocess.Popen(
+            self.process = subprocess.Popen(
                 command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file
             )
         self._say(f"beside it run: {self.stages}; they write to {os.path.relpath(self.log)}")
 
     def wait(self) -> None:
-        """Until they have ended; what failed will run again, by itself."""
+        """Until they have ended; what failed will run again, by itself.
+
+        Who interrupts this, when the stage itself is done, means what DVC would do next.
+        """
         began = time.monotonic()
-        if self.dvc.poll() is None:
+        if self.process.poll() is None:
             self._say(f"done; waiting for {self.stages}")
-        if self.dvc.wait():
+            signal.signal(signal.SIGINT, lambda *_: interrupt_execution(self.log.parent))
+        if self.process.wait():
             last = self.log.read_text(errors="replace").strip().splitlines()[-1:]
             self._say(f"beside it not all of {self.stages} ended well, they run again: {last}")
         elif time.monotonic() - began > 1:
             self._say(f"waited {time.monotonic() - began:.0f} s")
 
     def end(self) -> None:
-        """Interrupt what runs: it keeps its checkpoint, and its DVC ends."""
+        """Interrupt the stage that runs: it keeps its checkpoint, and who started it ends."""
         with suppress(psutil.Error):
-            for child in psutil.Process(self.dvc.pid).children(recursive=True):
+            for child in psutil.Process(self.process.pid).children(recursive=True):
                 with suppress(psutil.Error):
                     child.terminate()
         with suppress(subprocess.TimeoutExpired):
-            self.dvc.wait(2 * GRACE_SECONDS)
-        if self.dvc.poll() is None:
-            self.dvc.kill()
-            self.dvc.wait()
+            self.process.wait(2 * GRACE_SECONDS)
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
 
     def _say(self, text: str) -> None:
         print(f"{self.beside}: {text}", file=sys.stderr, flush=True)
@@ -109,13 +118,37 @@ def run(command: Sequence[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
+def reproduce(stages: Sequence[str]) -> None:
+    """What `dvc repro --single-item` does, and keep it in the run cache: DVC itself leaves out what
+    has files that it does not cache, as our metrics are, which Git keeps.
+
+    It ends when the stage does that runs, which watches who started all this.
+
+    Raises:
+        SystemExit: a stage failed, and said why.
+    """
+    from dvc.exceptions import DvcException
+    from dvc.repo import Repo
+
+    repo = Repo()
+    try:
+        for name in stages:
+            for stage in repo.reproduce(name, single_item=True):
+                with repo.lock:
+                    repo.stage_cache.save(stage)
+    except DvcException as error:
+        raise SystemExit(in_one_line(error)) from None
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if "--" not in given[1:-1]:
-        raise SystemExit("usage: python -m stages.beside STAGE ... -- COMMAND ...")
-    middle = given.index("--")
-    stages, command = given[:middle], given[middle + 1 :]
+    stages = list(sys.argv[1:] if arguments is None else arguments)
+    if not stages or "--" in (stages[0], stages[-1]):
+        raise SystemExit("usage: python -m stages.beside STAGE ... [-- COMMAND ...]")
+    if "--" not in stages:
+        return reproduce(stages)
     end_with_parents()
+    middle = stages.index("--")
+    stages, command = stages[:middle], stages[middle + 1 :]
     others = Others(stages, command[-1].removeprefix("stages.")) if wanted() else None
     code = run(command)
     if others and code:

@@ -35,7 +35,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hamlet.artifacts import HamletError, how_to_make, sha256_json, sha256_path
 from hamlet.params import Params, load_params
 from hamlet.tracking import StageRun, is_dead, is_dvc, repo_root, stage_run
-from hamlet.tracking.processes import GRACE_SECONDS, dvc_identity, end_with_parents
+from hamlet.tracking.processes import (
+    GRACE_SECONDS,
+    dvc_identity,
+    end_with_parents,
+    is_interrupted,
+)
 from stages.overall import timed
 
 if TYPE_CHECKING:
@@ -151,6 +156,8 @@ def stage(name: str) -> Iterator[Stage]:
             command = f"python -m stages.{name}"
             raise HamletError(f"{name} trains nothing on {ranks()} ranks", f"run `{command}`")
         end_with_parents()
+        if is_interrupted(repo_root() / "checkpoints"):
+            raise KeyboardInterrupt
         params = load_params()
         facts = prepare_torch(params.seed) | ({"ranks": str(ranks())} if ranks() > 1 else {})
         device = _device(name)

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from hamlet.learning.rollout import Record, evaluate, fused_step
 from hamlet.modules.contracts import UNCERTAINTY_REASONS
 from hamlet.params import Params
 from hamlet.serving.agent import STATE, Arrays, OnnxAgent
-from hamlet.town import Scripted, Town, render_png
+from hamlet.town import Scripted, Town, render_png, save_gif
 from stages import paths
 from stages.collect import make_town
 from stages.common import cores, prepare_torch, progress, stage
@@ -223,12 +222,6 @@ def played(params: Params, shown: bool) -> dict[str, dict[str, Tensor]]:
     return lives
 
 
-def save_gif(town: Town, frames: list[TensorDict], path: Any) -> None:
-    images = [render_png(town, frame, 0).quantize(64, dither=Image.Dither.NONE) for frame in frames]
-    with atomic_path(path) as temporary:
-        images[0].save(temporary, save_all=True, append_images=images[1:], duration=180, loop=0)
-
-
 def main() -> None:
     with stage("evaluate") as s:
         baselines = meanwhile(played, s.params)
@@ -269,7 +262,8 @@ def main() -> None:
         ]
         with atomic_path(paths.curve("returns")) as temporary:
             temporary.write_text("\n".join(rows) + "\n")
-        save_gif(town, frames[: params.gif_ticks], paths.EPISODE)
+        images = [render_png(town, frame, 0) for frame in frames[: params.gif_ticks]]
+        save_gif(images, paths.EPISODE)
         write_report(
             paths.REPORT,
             {

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -125,15 +125,22 @@ def line(
     return ", ".join(parts)
 
 
-def table(done: Mapping[str, float], total: float) -> list[str]:
-    """Where the time of an execution, `total` seconds, went, the longest first. Stages that ran
-    beside another one count as well, so the shares may add up to more than the whole."""
+def table(done: Mapping[str, float], total: float, beside: Collection[str]) -> list[str]:
+    """Where the time of an execution, `total` seconds, went, the longest first.
+
+    Args:
+        done: seconds of each stage.
+        beside: those that ran beside another one; they made the whole no longer.
+    """
     rows = sorted(done.items(), key=lambda row: -row[1])
     shown = [row for row in rows if row[1] >= 0.01 * total]
-    lines = [f"{name:<18} {duration(s):>9}  {100 * s / total:3.0f} %" for name, s in shown]
-    rest = sum(s for _, s in rows[len(shown) :])
-    if rest:
-        lines.append(f"{'others':<18} {duration(rest):>9}")
+    lines = [
+        f"{name:<18} {duration(s):>9}  "
+        + ("beside another" if name in beside else f"{100 * s / total:3.0f} %")
+        for name, s in shown
+    ]
+    rest = total - sum(s for name, s in shown if name not in beside)
+    lines.append(f"{'starts, the rest':<18} {duration(max(0.0, rest)):>9}")
     return [*lines, f"{'in all':<18} {duration(total):>9}"]
 
 
@@ -162,7 +169,9 @@ def timed(stage: str) -> Iterator[None]:
         yield
         return
     began = time.time()
-    nothing: dict[str, Any] = {"key": execution_key(), "began": int(began), "seconds": {}}
+    nothing: dict[str, Any] = {
+        "key": execution_key(), "began": int(began), "seconds": {}, "beside": []
+    }  # fmt: skip
     with _kept_alone():
         write_json(_file(), _execution() or nothing)
     done = spent()
@@ -174,8 +183,9 @@ def timed(stage: str) -> Iterator[None]:
     with _kept_alone():
         found = _execution() or nothing
         found["seconds"][stage] = seconds
+        if BESIDE in os.environ:
+            found["beside"] = [*found["beside"], stage]
         write_json(_file(), found)
-        # Beside another stage it made the whole no longer.
         longer = 0.0 if BESIDE in os.environ else seconds
         write_json(_kept(), _read(_kept()) | {_name(stage): longer})
 
@@ -190,6 +200,11 @@ def so_far() -> float:
     return max(0.0, time.time() - _execution().get("began", time.time()))
 
 
+def where_it_went() -> list[str]:
+    """The `table` of this execution; none where DVC ran nothing."""
+    return table(spent(), so_far(), _execution()["beside"]) if spent() else []
+
+
 def _known() -> dict[str, float]:
     own = _name("")
     return {k.removeprefix(own): v for k, v in _read(_kept()).items() if k.startswith(own)}
@@ -201,7 +216,7 @@ def _name(stage: str) -> str:
 
 def _execution() -> dict[str, Any]:
     found = _read(_file())
-    return found if found.get("key") == execution_key() and "began" in found else {}
+    return found if found.get("key") == execution_key() and "beside" in found else {}
 
 
 def _file() -> Path:

@@ -36,7 +36,7 @@ from hamlet.registry import (
 )
 from hamlet.tracking import MODEL, PROVER_MODEL, stage_run
 from stages.common import one_line_errors
-from stages.overall import so_far, spent, table, timed
+from stages.overall import spent, timed, where_it_went
 from stages.paths import AGENT, EPISODE, PROVER_ONNX, RANKS, REPORT, curve, metrics
 
 # What of a model's scores stands beside its version and its execution, and by which name.
@@ -253,9 +253,8 @@ def summary(candidates: list[Candidate], found: list[Registered] | None) -> None
 
 def where_time_went() -> None:
     """Print the seconds of the stages that ran in this execution, if any trained."""
-    seconds = spent()
-    if set(seconds) - {"world"}:
-        print("\n".join(["", *table(seconds, so_far())]))
+    if set(spent()) - {"world"}:
+        print("\n".join(["", *where_it_went()]))
 
 
 def verdict(candidate: Candidate, now: Registered) -> tuple[str, str]:

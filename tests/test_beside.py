@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -21,15 +22,18 @@ import os, sys, time
 from pathlib import Path
 
 from hamlet.tracking import execution_key
-from hamlet.tracking.processes import end_with_parents
+from hamlet.tracking.processes import end_with_parents, is_interrupted
 
 end_with_parents()
+if is_interrupted(Path("checkpoints")):
+    sys.exit(130)
 name, seconds, code = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
 with Path("ran").open("a") as file:
     print(name, "begins", execution_key(), file=file, flush=True)
     time.sleep(seconds)
     print(name, "ends", file=file, flush=True)
 Path(name).write_text(name)
+Path(f"{name}.json").write_text("{}")
 sys.exit(code)
 """
 
@@ -59,9 +63,10 @@ def test_alone_on_one_core_under_a_profile_or_where_a_gpu_would_be_shared(monkey
     monkeypatch.setattr(beside, "cores", lambda: 2)
     monkeypatch.setattr(beside, "shared_gpus", lambda: 0)
     assert beside.wanted()
-    for name, value in (("cores", 1), ("shared_gpus", 1), ("dvc_identity", None)):
+    alone = ("cores", 1), ("shared_gpus", 1), ("dvc_identity", None), ("whole_run", False)
+    for name, value in (*alone, ("find_spec", None)):
         with monkeypatch.context() as here:
-            here.setattr(beside, name, lambda value=value: value)
+            here.setattr(beside, name, lambda *_, value=value: value)
             assert not beside.wanted()
     monkeypatch.setenv("HAMLET_PROFILE", "1:1:x")
     assert not beside.wanted()
@@ -75,7 +80,11 @@ class Repo:
             self.env.pop(name, None)
         (folder / "work.py").write_text(WORK)
         made = {
-            name: {"cmd": f"{command} {name} {rest}", "deps": ["work.py"], "outs": [name]}
+            name: {
+                "cmd": f"{command} {name} {rest}",
+                "deps": ["work.py"],
+                "outs": [name, {f"{name}.json": {"cache": False}}],
+            }
             for name, (command, rest) in ((n, s.split("|")) for n, s in stages.items())
         }
         (folder / "dvc.yaml").write_text(yaml.safe_dump({"stages": made}))
@@ -141,3 +150,24 @@ def test_when_it_fails_what_runs_beside_it_ends(tmp_path):
         (tmp_path / "dvc.yaml").read_text().replace(" 6 3", " .1 0").replace(" 60 0", " .1 0")
     )
     assert repo.repro()[0] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CORES < 2, reason="there is one core: nothing runs beside anything")
+def test_interrupted_while_it_waits_it_is_kept_and_nothing_more_begins(tmp_path):
+    repo = Repo(tmp_path, a=f"{WITH_B}|.1 0", b=f"{WORKS}|60 0")
+    command = [sys.executable, "-m", "dvc", "repro"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=repo.env, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    ) as dvc:  # fmt: skip
+        assert dvc.stderr
+        assert any("waiting for b" in line for line in dvc.stderr)
+        while "b begins" not in (tmp_path / "ran").read_text():
+            time.sleep(0.1)
+        os.killpg(dvc.pid, signal.SIGINT)
+        assert dvc.wait(60) != 0
+    assert (tmp_path / "ran").read_text().count("b begins") == 1
+    text = (tmp_path / "dvc.yaml").read_text().replace(" 60 0", " .1 0")
+    (tmp_path / "dvc.yaml").write_text(text)
+    assert repo.repro() == (0, steps("b begins", "b ends"))

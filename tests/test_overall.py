@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from stages import overall
-from stages.overall import duration, line, read_plan, table, to_come
+from stages.overall import duration, line, read_plan, to_come
 
 ROOT = Path(__file__).parents[1]
 STAGES = {
@@ -83,15 +83,16 @@ def test_seconds_of_an_execution_and_of_earlier_ones(folder, monkeypatch, capsys
             now[0] += 30
         now[0] += 10
     assert overall.spent() == {"a": 100.0, "b": 40.0, "c": 30.0}
-    assert table(overall.spent(), overall.so_far()) == [
+    assert overall.where_it_went() == [
         "a                  1 min 40 s   62 %",
         "b                       40 s   25 %",
-        "c                       30 s   19 %",
+        "c                       30 s  beside another",
+        "starts, the rest        20 s",
         "in all             2 min 40 s",
     ]
     capsys.readouterr()
     monkeypatch.setenv("HAMLET_EXECUTION", "two")
-    assert (overall.spent(), overall.so_far()) == ({}, 0.0)
+    assert (overall.spent(), overall.so_far(), overall.where_it_went()) == ({}, 0.0, [])
     with pytest.raises(ZeroDivisionError), overall.timed("a"):
         raise ZeroDivisionError
     assert capsys.readouterr().err.startswith("a: stage 1 of 3, 2 min 20 s to go, and 1 stages")

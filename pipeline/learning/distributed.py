@@ -7,8 +7,8 @@ weights. Two rules make its updates those of a single process with all the rows:
   such sums; its gradient is that of the rank's own rows (`all_reduce_sum`);
 - the gradients of the ranks are summed, not averaged (`sum_gradients`).
 
-Small minibatches are not worth the messages: they are gathered, and every rank takes the whole step
-by itself (`alone`).
+Small minibatches are not worth the messages: they are gathered, and every rank takes whole steps by
+itself (`alone`), all of them, or those of some of the parameters (`update.Apart`).
 
 What is drawn at random is drawn for all rows by every rank, from the same seed, and each takes its
 part: the number of ranks changes no draw, and a checkpoint of whole rows suits any number of ranks.
@@ -224,18 +224,27 @@ def sum_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 @torch.no_grad()
-def take_from_first(parameters: Iterable[nn.Parameter]) -> None:
-    """The first rank's numbers, at every rank: one message. All ranks call it.
+def take_from(tensors: Iterable[Tensor], source: int = 0) -> None:
+    """The numbers of one rank, at every rank: one message. All ranks call it.
 
     What all compute alike differs in its last bits where their processors do.
     """
     if _ranks == 1:
         return
-    parameters = list(parameters)
-    flat = torch.cat([parameter.flatten() for parameter in parameters])
-    dist.broadcast(flat, 0)
-    for parameter, new in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-        parameter.copy_(new.view_as(parameter))
+    tensors = list(tensors)
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.broadcast(flat, source)
+    for tensor, new in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(new.view_as(tensor))
+
+
+def everyones(told: dict[str, float]) -> list[dict[str, float]]:
+    """What each rank tells, in their order, at every rank. All ranks call it."""
+    if _ranks == 1:
+        return [told]
+    heard: list[Any] = [None] * _ranks
+    dist.all_gather_object(heard, told)
+    return heard
 
 
 def from_first(number: int) -> int:

@@ -42,7 +42,7 @@ def features_of(batch: TensorDict) -> Features:
 
 
 class PolicyLosses:
-    """The three losses of one training, each a function of minibatches of experience.
+    """The losses of one training, each a function of minibatches of experience.
 
     `entropy_coef` float32 [] is read at every call: fill it to anneal the entropy bonus.
     """
@@ -52,22 +52,26 @@ class PolicyLosses:
         device = next(critic.parameters()).device
         self.entropy_coef = torch.tensor(params.entropy, device=device)
 
-    def imitate(self, batch: TensorDict) -> Told:
-        """Cross-entropy with the teacher's goals and actions; and where there are `returns` in the
-        batch, the squared error of the values."""
-        f, weight = features_of(batch), batch["active"].float()
-        goal_loss, goal_metrics = imitation_loss(
-            self.policy.learned_logits(f), batch["expert_goal"], weight
+    def imitate_goals(self, batch: TensorDict) -> Told:
+        """Cross-entropy with the teacher's goals."""
+        loss, told = imitation_loss(
+            self.policy.learned_logits(features_of(batch)),
+            batch["expert_goal"],
+            batch["active"].float(),
         )
+        return loss, {"goal_agreement": told["agreement"]}
+
+    def imitate_actions(self, batch: TensorDict) -> Told:
+        """Cross-entropy with the teacher's actions, given its goals; and where there are `returns`
+        in the batch, half the squared error of the values."""
+        weight, given = batch["active"].float(), batch.keys()
         # Without the mask: the policy must know what is illegal when it imagines.
-        action_loss, action_metrics = imitation_loss(
-            self.policy.action_logits(f, batch["expert_goal"]), batch["expert_action"], weight
+        loss, metrics = imitation_loss(
+            self.policy.action_logits(features_of(batch), batch["expert_goal"]),
+            batch["expert_action"],
+            weight,
         )
-        loss, given = goal_loss + action_loss, batch.keys()
-        told = {
-            "goal_agreement": goal_metrics["agreement"],
-            "action_agreement": action_metrics["agreement"],
-        }
+        told = {"action_agreement": metrics["agreement"]}
         if "returns" in given:
             values = self.critic(batch["privileged"])
             told["value_loss"] = 0.5 * weighted_mean((values - batch["returns"]).square(), weight)

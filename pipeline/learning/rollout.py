@@ -25,10 +25,10 @@ from hamlet.learning.precision import Precision, autocast
 from hamlet.profiling import region
 
 if TYPE_CHECKING:
-    from hamlet.learning.update import Update
+    from hamlet.learning.update import Apart, Update
 
 Record = dict[str, Tensor]
-SHARED_ROWS = 1024  # of a minibatch, from which on ranks save more by sharing it than they send
+SHARED_ROWS = 4096  # of a minibatch, from which on ranks save more by sharing it than they send
 GPU_TICKS = 16  # played between two looks at whether an evaluation is over, on a GPU
 Step = Callable[..., tuple[TensorDict, Any, Record]]
 
@@ -104,7 +104,7 @@ def collect(
 
 
 def learn(
-    update: Update,
+    update: Update | Apart,
     experience: Sequence[RolloutBuffer],
     epochs: int,
     minibatches: int,
@@ -114,7 +114,7 @@ def learn(
     """Update on every row of full buffers, `epochs` times over; returns the last diagnostics.
 
     A minibatch of fewer than SHARED_ROWS rows of all ranks is not shared: each rank learns from all
-    of it, and none waits for the others.
+    of it, its part of the update, and none waits for the others.
 
     Args:
         experience: every update is given a minibatch of each of these.
@@ -124,15 +124,15 @@ def learn(
     rows = max(buffer.rows for buffer in experience) * distributed.ranks() // minibatches
     if distributed.ranks() > 1 and rows < SHARED_ROWS:
         experience = [buffer.of_all_ranks() for buffer in experience]
+        own = update.part_of(distributed.rank(), distributed.ranks())
         with distributed.alone():
-            diagnostics = _learn(update, experience, epochs, minibatches, generator, max_kl)
-        distributed.take_from_first(update.parameters)
-        return diagnostics
+            diagnostics = _learn(own, experience, epochs, minibatches, generator, max_kl)
+        return update.exchange(diagnostics)
     return _learn(update, experience, epochs, minibatches, generator, max_kl)
 
 
 def _learn(
-    update: Update,
+    update: Update | Apart,
     experience: Sequence[RolloutBuffer],
     epochs: int,
     minibatches: int,

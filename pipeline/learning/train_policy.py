@@ -57,7 +57,7 @@ from hamlet.learning.policy_losses import IMITATING, JUDGING, THINKING, VALUING,
 from hamlet.learning.precision import Precision, best_precision
 from hamlet.learning.returns import gae
 from hamlet.learning.rollout import Record, Step, collect, fused_step, learn
-from hamlet.learning.update import Update
+from hamlet.learning.update import Apart, Update
 from hamlet.modules.agent import AgentState, Mind
 from hamlet.modules.contracts import TownShape
 from hamlet.modules.critic import Critic
@@ -130,7 +130,7 @@ class Trained(NamedTuple):
 class Updates(NamedTuple):
     """The optimisation of each part of the training."""
 
-    imitation: Update
+    imitation: Apart
     critic_only: Update
     ppo: Update
 
@@ -144,12 +144,19 @@ def policy_precision(options: CompileParams, device: torch.device) -> Precision:
 def make_updates(
     policy: Any, critic: Critic, losses: PolicyLosses, params: PolicyParams, options: CompileParams
 ) -> tuple[Updates, Precision]:
-    everything = [*policy.parameters(), *critic.parameters()]
     choosing = [p for name, p in policy.named_parameters() if not name.startswith("controller.")]
-    precision = policy_precision(options, everything[0].device)
-    imitation = Update(
-        losses.imitate, everything, learning_rate=params.imitation_learning_rate,
-        compile=options.update, precision=precision,
+    acting = [*policy.controller.parameters(), *critic.parameters()]
+    precision = policy_precision(options, choosing[0].device)
+    imitation = Apart(
+        *(
+            Update(
+                loss, learned, learning_rate=params.imitation_learning_rate,
+                compile=options.update, precision=precision,
+            )
+            for loss, learned in (
+                (losses.imitate_goals, choosing), (losses.imitate_actions, acting)
+            )
+        )
     )  # fmt: skip
     critic_only = Update(
         losses.fit_critic, critic.parameters(), learning_rate=params.learning_rate,
@@ -181,7 +188,7 @@ class Schedule:
         """Part of the worlds in which the expert acts in an iteration of imitation."""
         return max(0.0, 1 - iteration / (LED * self.params.imitation_iterations))
 
-    def update(self, iteration: int) -> Update:
+    def update(self, iteration: int) -> Update | Apart:
         """The update of this iteration, its rate and the entropy bonus set."""
         params = self.params
         if self.imitates(iteration):

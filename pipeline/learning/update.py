@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from hamlet.artifacts import HamletError, in_one_line
+from hamlet.learning import distributed
 from hamlet.learning.compiling import inductor_options
-from hamlet.learning.distributed import sum_gradients
 from hamlet.learning.precision import Precision, autocast
 from hamlet.learning.sharded import is_shared, part_of, whole
 from hamlet.profiling import region
@@ -162,7 +162,7 @@ class Update:
     def _apply(self, loss: Tensor, diagnostics: dict[str, Tensor]) -> Tensor:
         """Clip and step; returns the norm of the gradients before clipping."""
         if not self._shared:  # else they are summed as they come
-            sum_gradients(self.parameters)
+            distributed.sum_gradients(self.parameters)
         self.scaler.unscale_(self.optimizer)
         norm = whole(nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm))
         lost = not bool((loss.detach() + norm).isfinite())
@@ -185,6 +185,31 @@ class Update:
             self.optimizer.step()
         return norm
 
+    def part_of(self, rank: int, ranks: int) -> Update:
+        """What this rank does of it where each learns by itself: all of it, as the others do."""
+        return self
+
+    def exchange(self, told: dict[str, Tensor]) -> dict[str, Tensor]:
+        """After all ranks learned by themselves: equal weights at every rank. All ranks call it.
+
+        Args:
+            told: the last diagnostics of this rank; those of all are returned.
+        """
+        distributed.take_from(self.parameters)
+        return told
+
+    def take_moments(self, source: int) -> None:
+        """The optimizer's state of another rank, at every rank. All ranks call it."""
+        for p in self.parameters:
+            if not self.optimizer.state[p]:
+                self.optimizer.state[p] = {
+                    "step": torch.zeros((), device=p.device),
+                    "exp_avg": torch.zeros_like(p),
+                    "exp_avg_sq": torch.zeros_like(p),
+                }
+        state = [self.optimizer.state[p] for p in self.parameters]
+        distributed.take_from([each[name] for each in state for name in sorted(each)], source)
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "optimizer": whole(self.optimizer.state_dict()),
@@ -204,3 +229,65 @@ class Update:
         self._set_rates(rates)
         self.scaler.load_state_dict(state["scaler"])
         self.skipped_steps = state["skipped_steps"]
+
+
+class Apart:
+    """Updates that are taken one after the other, each of parameters that no other one changes.
+
+    Each clips its own gradients. So where ranks learn by themselves (see `rollout.learn`), each
+    takes some of the updates, and the ranks exchange what they learned.
+    """
+
+    def __init__(self, *updates: Update) -> None:
+        self.updates = updates
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for update in self.updates for p in update.parameters]
+
+    def __call__(self, *batch: Tensor) -> dict[str, Tensor]:
+        """Take a step of each; the diagnostics of all, the losses summed."""
+        return merged([update(*batch) for update in self.updates])
+
+    def set_learning_rate(self, rate: float) -> None:
+        for update in self.updates:
+            update.set_learning_rate(rate)
+
+    def part_of(self, rank: int, ranks: int) -> Apart:
+        """The updates that this rank takes where each learns by itself."""
+        return Apart(*self.updates[rank::ranks])
+
+    def exchange(self, told: dict[str, Tensor]) -> dict[str, Tensor]:
+        """As `Update.exchange`."""
+        for number, update in enumerate(self.updates):
+            distributed.take_from(update.parameters, number % distributed.ranks())
+        mine = {name: float(value) for name, value in told.items()}
+        return merged(
+            {name: torch.tensor(value) for name, value in one.items()}
+            for one in distributed.everyones(mine)
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """All ranks call it."""
+        for number, update in enumerate(self.updates):
+            if distributed.ranks() > 1:
+                update.take_moments(number % distributed.ranks())
+        return {str(number): update.state_dict() for number, update in enumerate(self.updates)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for number, update in enumerate(self.updates):
+            update.load_state_dict(state[str(number)])
+
+
+def merged(told: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The diagnostics of several updates as those of one."""
+    several = [one for one in told if one]
+    found = {name: value for one in several for name, value in one.items()}
+    for name, together in (
+        ("loss", torch.sum),
+        ("grad_norm", torch.linalg.vector_norm),
+        ("compile_active", torch.amin),
+    ):
+        if name in found:
+            found[name] = together(torch.stack([one[name] for one in several]))
+    return found

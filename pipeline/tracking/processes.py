@@ -17,6 +17,7 @@ DVC = ("dvc", "dvc.exe")
 PYTHON = ("python", "pypy")
 LAUNCHER = "HAMLET_LAUNCHER"  # the identity of the `stages.ranks` that started a rank
 BESIDE = "HAMLET_BESIDE"  # the identity of the `stages.beside` for which a second DVC runs a stage
+INTERRUPTED = "interrupted"  # a file in `checkpoints`
 ENDS = "what started this process was killed: it ends too"
 WATCH_SECONDS = 0.25
 GRACE_SECONDS = 20.0  # for a checkpoint, after which an orphan ends at once
@@ -85,6 +86,23 @@ def _started(pid: int) -> str:
     with suppress(psutil.Error):
         return f"{psutil.Process(pid).create_time():.0f}"
     return ""
+
+
+def interrupt_execution(folder: Path) -> None:
+    """Let every stage that the `dvc` above this process still starts end at once.
+
+    Args:
+        folder: `checkpoints` of the repository; see `is_interrupted`.
+    """
+    (folder / INTERRUPTED).write_text(dvc_identity() or "", encoding="utf-8")
+
+
+def is_interrupted(folder: Path) -> bool:
+    """Whether somebody interrupted the execution of the `dvc` above when no stage could tell it."""
+    with suppress(OSError):
+        told = (folder / INTERRUPTED).read_text(encoding="utf-8")
+        return bool(told) and told == dvc_identity()
+    return False
 
 
 def is_dead(known: str) -> bool:

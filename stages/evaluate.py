@@ -204,8 +204,9 @@ def scores(lives: dict[str, dict[str, Tensor]], seed: int) -> dict[str, Any]:
     }
 
 
-def played(params: Params, shown: bool) -> dict[str, dict[str, Tensor]]:
-    """The lives of the scripted players, by name, in the worlds that the agent plays too.
+def played(params: Params, shown: bool) -> dict[str, Any]:
+    """The `lives` of the scripted players, by name, in the worlds that the agent plays too; and
+    what the agent `noticed` in `other_towns`, the share of its thoughts that were of a novel state.
 
     Args:
         shown: whether there is a progress bar.
@@ -214,17 +215,23 @@ def played(params: Params, shown: bool) -> dict[str, dict[str, Tensor]]:
     town, worlds = make_town(params, held_out=True), params.evaluate.worlds
     seed = params.seed + EVALUATION_SEED
     town.eval(worlds)
-    lives = {}
+    lives, noticed = {}, {}
     for name in BASELINES:
-        player = ScriptedPlayers(Scripted(town, [name], seed))
+        player: Any = ScriptedPlayers(Scripted(town, [name], seed))
         memory = player.scripted.reset(town.reset(seed, worlds))
         lives[name] = live(town, player, memory, worlds, seed, name if shown else None)
-    return lives
+    agent, few = OnnxAgent(paths.AGENT), min(CHANGED_WORLDS, worlds)
+    for name, other in other_towns(town, worlds, seed).items():
+        other.eval(few)
+        player = OnnxPlayers(agent, other, few)
+        lived = live(other, player, player.start(few), few, seed, name if shown else None)
+        noticed[f"novel_fraction_{name}"] = novel_share(lived)
+    return {"lives": lives, "noticed": noticed}
 
 
 def main() -> None:
     with stage("evaluate") as s:
-        baselines = meanwhile(played, s.params)
+        others = meanwhile(played, s.params)
         params = s.params.evaluate
         town = make_town(s.params, held_out=True)
         agent = OnnxAgent(paths.AGENT, threads=max(1, cores() - 1))
@@ -239,14 +246,11 @@ def main() -> None:
         of_agent = live(
             town, player, player.start(params.worlds), params.worlds, seed, "agent", film
         )
-        noticed = {"novel_fraction": novel_share(of_agent)}
-        for name, other in other_towns(town, params.worlds, seed).items():
-            worlds = min(CHANGED_WORLDS, params.worlds)
-            other.eval(worlds)
-            player = OnnxPlayers(agent, other, worlds)
-            lived = live(other, player, player.start(worlds), worlds, seed, name)
-            noticed[f"novel_fraction_{name}"] = novel_share(lived)
-        lives = {**baselines(), "agent": of_agent}
+        shown = progress(frames[: params.gif_ticks], "evaluate: the episode's picture")
+        save_gif([render_png(town, frame, 0) for frame in shown], paths.EPISODE)
+        told = others()
+        noticed = {"novel_fraction": novel_share(of_agent), **told["noticed"]}
+        lives = {**told["lives"], "agent": of_agent}
         by_world = {name: lived["returns"].mean(1) for name, lived in lives.items()}
         numbers = {"agent_sha256": agent.card["sha256"], **scores(lives, seed), **noticed}
         write_json(paths.metrics("evaluate"), numbers)
@@ -262,8 +266,6 @@ def main() -> None:
         ]
         with atomic_path(paths.curve("returns")) as temporary:
             temporary.write_text("\n".join(rows) + "\n")
-        images = [render_png(town, frame, 0) for frame in frames[: params.gif_ticks]]
-        save_gif(images, paths.EPISODE)
         write_report(
             paths.REPORT,
             {

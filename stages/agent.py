@@ -85,7 +85,7 @@ def thinking(mind: Mind) -> Callable[..., tuple[Tensor, ...]]:
 
 
 @torch.no_grad()
-def usual_surprise(mind: Mind, town: Town, state: AgentState, ticks: int, seed: int) -> float:
+def usual_surprise(mind: Mind, town: Town, state: AgentState, seed: int) -> float:
     """The surprise that one tick in 200 exceeds where nothing is new.
 
     Args:
@@ -95,7 +95,7 @@ def usual_surprise(mind: Mind, town: Town, state: AgentState, ticks: int, seed: 
     rng = torch.Generator().manual_seed(seed)
     state = state._replace(rng=torch.randint(2**31 - 2, state.rng.shape, generator=rng))
     world, found, think = town.reset(seed, len(state.rng) // town.num_agents), [], thinking(mind)
-    for _ in progress(min(ticks, town.lifespan), "agent: what surprises"):
+    for _ in progress(town.lifespan, "agent: what surprises"):
         action, *after = think(*observation_from(town.observe(world), 2), *state)
         state = AgentState(*after[: len(AgentState._fields)])
         found.append(state.surprise[world["alive"].flatten()])
@@ -271,7 +271,7 @@ def main() -> None:
         world = town.reset(s.params.seed + 2, worlds)
         minds = blank(SURPRISED_WORLDS * shape.num_agents, *sizes)
         ticks, seed = s.params.agent.parity_ticks, s.params.seed + 3
-        mind.surprise_limit = usual_surprise(mind, make_town(s.params), minds, ticks, seed)
+        mind.surprise_limit = usual_surprise(mind, make_town(s.params), minds, seed)
         export(mind, town, cards, observation_from(town.observe(world), 2), sizes)
 
         agent = OnnxAgent(paths.AGENT)

@@ -242,8 +242,8 @@ def save_gif(frames: Sequence[Image.Image], path: str | Path, frames_per_second:
 
 
 def _palette(frames: Sequence[Image.Image]) -> Image.Image:
-    """64 colours for all frames, found on a few of them, thinned out: to find them for each takes
-    ten times as long as to draw it."""
+    """256 colours for all frames, found on a few of them, thinned out: to find them for each takes
+    ten times as long as to draw it, and of 64 none was left for some of the agents."""
     few = [
         frame.resize((-(-frame.width // 4), -(-frame.height // 4)), Image.Resampling.NEAREST)
         for frame in frames[:: -(-len(frames) // 8)]
@@ -251,7 +251,7 @@ def _palette(frames: Sequence[Image.Image]) -> Image.Image:
     sheet = Image.new("RGB", (few[0].width, few[0].height * len(few)))
     for number, frame in enumerate(few):
         sheet.paste(frame, (0, frame.height * number))
-    return sheet.quantize(64)
+    return sheet.quantize(256)
 
 
 __all__ = ["render_ascii", "render_png", "save_gif", "snapshot"]

@@ -143,6 +143,16 @@ def test_a_world_that_is_not_there():
             snapshot(TOWN, world(), number)
 
 
+def test_a_gif_tells_the_agents_apart(tmp_path):
+    frames = [render_png(TOWN, world(), 0)] * 2
+    save_gif(frames, tmp_path / "a.gif")
+    with Image.open(tmp_path / "a.gif") as made:
+        kept = {colour for _, colour in made.convert("RGB").getcolors(1 << 16)}
+    for agent in range(TOWN.num_agents):
+        nearest = min(max(abs(a - b) for a, b in zip(AGENTS[agent], c)) for c in kept)
+        assert nearest <= 2, agent
+
+
 def test_a_gif_has_every_frame_at_its_pace_and_goes_on_for_ever(tmp_path):
     frames = [Image.new("RGB", (4, 4), (40 * i, 0, 0)) for i in range(5)]
     save_gif(frames, str(tmp_path / "a.gif"), frames_per_second=4)

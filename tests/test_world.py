@@ -140,7 +140,7 @@ def test_an_experiment_does_not_set_what_the_preset_overrules(repo, monkeypatch,
     monkeypatch.setenv("DVC_EXP_BASELINE_REV", "HEAD")
     choose_preset(Path(), "tiny")
     world.main()
-    set_params("steps: 3600", "steps: 20")
+    set_params("steps: 1300", "steps: 20")
     set_params("kl_weight: 1.0e-3", "kl_weight: 2.0e-3")  # tiny says nothing of it
     capsys.readouterr()
     with pytest.raises(SystemExit):

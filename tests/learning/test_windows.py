@@ -199,7 +199,7 @@ def test_the_world_models_loss_by_hand():
                     "value": (((0.5 - float(row["value"][t])) / unit(4, 0)) ** 2, alive),
                     "legal": ((bce(0.6, legal[0]) + bce(-0.6, legal[1])) / 2, lived),
                     "free": (0.3 * bce(0.7, free), alive * (int(row["action"][t]) == 1)),
-                    "error": (0.1 * (added / ERROR_UNIT * math.exp(0.2) - 0.2), lived),
+                    "error": (0.3 * (added / ERROR_UNIT * math.exp(0.2) - 0.2), lived),
                 }
                 for name, (value, by) in terms.items():
                     total[name] += value * by
@@ -207,7 +207,7 @@ def test_the_world_models_loss_by_hand():
         for name in expected:
             expected[name] += total[name] / max(weight[name], 1.0) / horizon
     assert dict.fromkeys(parts, 1.0) | {
-        "known_state": 4.0, "reward": 10.0, "free": 0.3, "error": 0.1,
+        "known_state": 4.0, "reward": 10.0, "free": 0.3, "error": 0.3,
     } == IMPORTANCE  # fmt: skip
     for name, value in parts.items():
         assert float(value) == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name

@@ -151,10 +151,7 @@ def measure(params: Params) -> dict[str, dict[str, int]]:
             "think": lambda: mind(*obs, *state),
         }
         counts = {name: counted(work, slots) for name, work in parts.items()}
-    counts["D: loss of imitation"] = counted(
-        lambda: (losses.imitate_goals(batch)[0] + losses.imitate_actions(batch)[0]).backward(),
-        slots,
-    )
+    counts["D: loss of imitation"] = counted(lambda: losses.imitate(batch)[0].backward(), slots)
     return counts
 
 

@@ -202,13 +202,8 @@ def update_ms(setting: Untrained, precision: str, rows: int, seconds: float, tur
     policy: Any = setting.mind.policy
     losses = PolicyLosses(policy, setting.critic, setting.params.policy)
     trained = [*policy.parameters(), *setting.critic.parameters()]
-
-    def imitate(batch: TensorDict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        parts = losses.imitate_goals(batch), losses.imitate_actions(batch)
-        return parts[0][0] + parts[1][0], {}
-
     update = Update(
-        imitate, trained, learning_rate=1e-4, compile=device.type == "cuda",
+        losses.imitate, trained, learning_rate=1e-4, compile=device.type == "cuda",
         precision="bf16" if precision == "bf16" else "fp32",
     )  # fmt: skip
     with tensor_float(precision == "tf32"):

@@ -103,6 +103,8 @@ class StudiedMind(Mind):
 class RandomGoals(Policy):
     """All goals are as likely; the controller learns to pursue them."""
 
+    apart = False
+
     def learned_logits(self, f: Features) -> Tensor:
         return torch.zeros_like(f.rivals)
 
@@ -119,6 +121,8 @@ class Flat(Policy):
     Both levels' networks are there, as wide, but nobody says what the first should attend to, and
     nothing is held on to: the second is given the mean of the places by the first one's odds.
     """
+
+    apart = False
 
     def learned_logits(self, f: Features) -> Tensor:
         attended = super().learned_logits(f).softmax(-1)

@@ -219,6 +219,8 @@ def main() -> None:
         folder = s.checkpoint_dir(
             "pipeline", extra=check_card(paths.POLICY / "weights.pt")["sha256"]
         )
+        for module in (paths.PERCEPTION, paths.WORLD_MODEL, paths.SOCIAL, paths.SENSE):
+            check_card(module)  # what the policy stands on is as it was made
         shutil.copytree(paths.POLICY, home(folder, 0), dirs_exist_ok=True)
         numbers = raised(s, folder) if rounds else {"winner": 0}
         write_json(paths.metrics("population"), numbers)

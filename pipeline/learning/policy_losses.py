@@ -78,6 +78,13 @@ class PolicyLosses:
             loss = loss + told["value_loss"]
         return loss, told
 
+    def imitate(self, batch: TensorDict) -> Told:
+        """The sum of both."""
+        (goals, of_goals), (actions, of_actions) = (
+            part(batch) for part in (self.imitate_goals, self.imitate_actions)
+        )
+        return goals + actions, of_goals | of_actions
+
     def fit_critic(self, batch: TensorDict) -> Told:
         """Squared error of the values alone."""
         weight, values = batch["active"].float(), self.critic(batch["privileged"])

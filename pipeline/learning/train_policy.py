@@ -147,15 +147,16 @@ def make_updates(
     choosing = [p for name, p in policy.named_parameters() if not name.startswith("controller.")]
     acting = [*policy.controller.parameters(), *critic.parameters()]
     precision = policy_precision(options, choosing[0].device)
+    parts: list[tuple[Any, list[Any]]] = [(losses.imitate, [*choosing, *acting])]
+    if policy.apart:
+        parts = [(losses.imitate_goals, choosing), (losses.imitate_actions, acting)]
     imitation = Apart(
         *(
             Update(
                 loss, learned, learning_rate=params.imitation_learning_rate,
                 compile=options.update, precision=precision,
             )
-            for loss, learned in (
-                (losses.imitate_goals, choosing), (losses.imitate_actions, acting)
-            )
+            for loss, learned in parts
         )
     )  # fmt: skip
     critic_only = Update(

@@ -50,6 +50,8 @@ class Policy(nn.Module):
     posted: Tensor
     posted_at: Tensor
     low_money_biases: Tensor
+    apart = True
+    """Whether goals are chosen without the controller: then either can be learned by itself."""
 
     def __init__(
         self,

@@ -128,6 +128,10 @@ def test_imitation_learns_the_experts_action_for_its_goal_and_the_returns_where_
     alone, told_alone = losses().imitate_actions(data.select(*IMITATING))
     assert alone.item() == pytest.approx(action, rel=1e-5)
     assert told_alone.keys() == {"action_agreement"}
+    both, told_both = losses().imitate(data)
+    goals, told_goals = losses().imitate_goals(data)
+    assert both.item() == pytest.approx(goals.item() + action + fit, rel=1e-5)
+    assert told_both.keys() == told_goals.keys() | told.keys()
 
 
 def test_the_critic_alone_is_not_held_near_what_it_said():

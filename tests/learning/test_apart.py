@@ -11,7 +11,7 @@ from ranks import Ranks
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.distributed import local_shard
 from hamlet.learning.rollout import learn
-from hamlet.learning.update import Apart, Update
+from hamlet.learning.update import Apart, Update, merged
 from tests.learning.test_distributed import actor, batches, ppo, weights
 
 
@@ -72,3 +72,16 @@ def test_updates_of_separate_parameters_are_shared_out(ranks, count):
         assert torch.equal(seen["weights"], expected["weights"])
         assert seen["told"] == pytest.approx(expected["told"], rel=1e-6)
         assert torch.equal(two_models(96, seen["state"])["weights"], again["weights"])
+
+
+def test_what_several_updates_tell_is_told_as_of_one():
+    tensors = [
+        {name: torch.tensor(value) for name, value in one.items()}
+        for one in (
+            {"loss": 1.0, "grad_norm": 3.0, "compile_active": 1.0, "a": 5.0},
+            {"loss": 2.0, "grad_norm": 4.0, "compile_active": 0.0, "b": 6.0},
+        )
+    ]
+    found = {name: float(value) for name, value in merged([*tensors, {}]).items()}
+    expected = {"loss": 3.0, "grad_norm": 5.0, "compile_active": 0.0, "a": 5.0, "b": 6.0}
+    assert found == pytest.approx(expected)

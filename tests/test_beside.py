@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -90,6 +91,8 @@ class Repo:
         (folder / "dvc.yaml").write_text(yaml.safe_dump({"stages": made}))
         self.run("git", "init", "-q")
         self.run(sys.executable, "-m", "dvc", "init", "-q")
+        config = "[core]\nanalytics = false\ncheck_update = false\n"  # each a process of its own
+        (folder / ".dvc" / "config").write_text(config)
 
     def run(self, *command: str, check: bool = True) -> subprocess.CompletedProcess:
         return subprocess.run(
@@ -145,6 +148,8 @@ def test_when_it_fails_what_runs_beside_it_ends(tmp_path):
     assert code != 0
     assert ran == steps("a begins", "b begins", "a ends")
     assert time.monotonic() - began < 40
+    alive = [process.info for process in psutil.process_iter(["cwd", "cmdline"])]
+    assert not [one["cmdline"] for one in alive if one["cwd"] == str(tmp_path)]
     # Nothing is in the way of the next one.
     (tmp_path / "dvc.yaml").write_text(
         (tmp_path / "dvc.yaml").read_text().replace(" 6 3", " .1 0").replace(" 60 0", " .1 0")

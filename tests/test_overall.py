@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,7 @@ def test_the_line_counts_and_adds_up():
 
 
 def test_seconds_of_an_execution_and_of_earlier_ones(folder, monkeypatch, capsys):
-    now = [1.7e9]
+    now = [1_712_345_678.0]
     monkeypatch.setattr(overall.time, "time", lambda: now[0])
     with overall.timed("a"):
         assert capsys.readouterr().err == "a: stage 1 of 3\n"
@@ -91,6 +92,8 @@ def test_seconds_of_an_execution_and_of_earlier_ones(folder, monkeypatch, capsys
         "in all             2 min 40 s",
     ]
     capsys.readouterr()
+    kept = json.loads((folder / "checkpoints" / "seconds.json").read_text())
+    assert kept == {"default/a": 100, "default/b": 40, "default/c": 0}  # by so much it took longer
     monkeypatch.setenv("HAMLET_EXECUTION", "two")
     assert (overall.spent(), overall.so_far(), overall.where_it_went()) == ({}, 0.0, [])
     with pytest.raises(ZeroDivisionError), overall.timed("a"):

@@ -44,3 +44,24 @@ def test_the_gain_is_paired_and_the_trained_weights_stay(monkeypatch):
         (2 + number / 100 + (number % 7) * 2).mean().item() + seeds
     )
     assert seat.mind.policy.weight.item() == 5.0
+
+
+def test_of_two_ranks_each_plays_one_and_both_keep_what_was_trained(monkeypatch):
+    played = []
+
+    def returns_of(town, seat, worlds, seed):
+        played.append(seat.mind.policy.weight.item())
+        return returns(town, seat, worlds, seed)
+
+    monkeypatch.setattr(policy, "play_alone", returns_of)
+    monkeypatch.setattr(policy.distributed, "ranks", lambda: 2)
+    monkeypatch.setattr(policy.distributed, "all_reduce_sum", lambda *sums: sums)
+    for rank, strength in ((0, 2.0), (1, 5.0)):
+        monkeypatch.setattr(policy.distributed, "rank", lambda rank=rank: rank)
+        seat, imitated = Seat(), {"weight": torch.tensor([[2.0]])}
+        with torch.no_grad():
+            seat.mind.policy.weight.fill_(5.0)
+        policy.reinforced(None, seat, imitated, 10)
+        assert played.pop() == strength
+        assert not played
+        assert seat.mind.policy.weight.item() == 5.0

@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
+from typing import Any
 
 import psutil
 
@@ -118,6 +119,16 @@ def run(command: Sequence[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
+def awaited(stage: Any) -> bool:
+    """Whether DVC, when it comes to this stage, looks for the very files that its lock names.
+
+    So it does where the lock has all of them and nothing that they are made of has changed. The
+    link to a run is another one each time, so what is made anew would not be found.
+    """
+    locked = all(bool(out.hash_info) for out in stage.outs)
+    return locked and not stage.changed_stage() and bool(stage.deps_cached())
+
+
 def reproduce(stages: Sequence[str]) -> None:
     """What `dvc repro --single-item` does, and keep it in the run cache: DVC itself leaves out what
     has files that it does not cache, as our metrics are, which Git keeps.
@@ -133,6 +144,9 @@ def reproduce(stages: Sequence[str]) -> None:
     repo = Repo()
     try:
         for name in stages:
+            if awaited(repo.stage.load_one(name=name)):
+                print(f"{name}: dvc.lock names what it must make, links to runs too: it runs alone")
+                return  # and what follows needs it
             for stage in repo.reproduce(name, single_item=True):
                 with repo.lock:
                     repo.stage_cache.save(stage)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,6 +36,7 @@ with Path("ran").open("a") as file:
     print(name, "ends", file=file, flush=True)
 Path(name).write_text(name)
 Path(f"{name}.json").write_text("{}")
+Path(f"{name}.run").write_text(str(os.getpid()))  # another one each time, as a link to a run is
 sys.exit(code)
 """
 
@@ -100,7 +102,7 @@ class Repo:
             name: {
                 "cmd": f"{command} {name} {rest}",
                 "deps": ["work.py"],
-                "outs": [name, {f"{name}.json": {"cache": False}}],
+                "outs": [name, f"{name}.run", {f"{name}.json": {"cache": False}}],
             }
             for name, (command, rest) in ((n, s.split("|")) for n, s in stages.items())
         }
@@ -143,6 +145,12 @@ def test_it_runs_once_and_meanwhile_and_is_the_same_execution(tmp_path):
     assert "beside it run: b; they write to checkpoints/beside-" in repo.done.stderr
     assert (tmp_path / "b").read_text() == "b"
     assert repo.repro() == (0, [])
+    # As in a fresh clone of a repository whose lock is up to date: it would not be found.
+    for name in ("a", "a.run", "b", "b.run"):
+        (tmp_path / name).unlink()
+    shutil.rmtree(tmp_path / ".dvc" / "cache")
+    assert repo.repro() == (0, steps("a begins", "a ends", "b begins", "b ends"))
+    assert "waiting" not in repo.done.stderr
 
 
 @pytest.mark.slow

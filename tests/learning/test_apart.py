@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from ranks import Ranks
 
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.distributed import local_shard
@@ -18,13 +17,6 @@ from tests.learning.test_distributed import actor, batches, ppo, weights
 @pytest.fixture(autouse=True)
 def one_thread():
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    processes = Ranks(tmp_path_factory.mktemp("ranks"))
-    yield processes
-    processes.close()
 
 
 def two_models(slots, stored=None):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import Ranks
 from tensordict import TensorDict
 from torch import nn
 
@@ -36,13 +35,6 @@ CLOSE = {"atol": 1e-6, "rtol": 1e-5}
 @pytest.fixture(autouse=True)
 def one_thread():
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    processes = Ranks(tmp_path_factory.mktemp("ranks"))
-    yield processes
-    processes.close()
 
 
 def weights(model: nn.Module) -> torch.Tensor:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Ranks
 from tensordict import TensorDict
 
 from hamlet.learning import distributed
@@ -63,13 +62,6 @@ def trained(checkpoint: str, shard: bool, stop: int = STEPS) -> dict[str, torch.
         )
     assert not any(hasattr(x, "full_tensor") for x in model.state_dict().values())
     return {**model.state_dict(), "losses": torch.stack(log.losses)}
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    processes = Ranks(tmp_path_factory.mktemp("ranks"))
-    yield processes
-    processes.close()
 
 
 def test_two_ranks_that_share_the_weights_are_one_process(ranks, tmp_path):

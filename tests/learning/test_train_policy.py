@@ -38,6 +38,12 @@ from tests.learning.interrupted import Stopped, StoppedLog
 from tests.learning.minds import new_mind
 
 TINY = load_params(Path(__file__).parents[2] / "params.yaml", "tiny")
+SHORT = TINY.policy.model_copy(
+    update={
+        "imitation_iterations": 2, "critic_iterations": 1, "ppo_iterations": 3, "worlds": 8,
+        "rollout": 4, "minibatches": 2, "imitation_minibatches": 2,
+    }
+)  # fmt: skip
 
 AGENTS, CHOICES = 3, 5
 
@@ -270,12 +276,7 @@ def test_worlds_that_would_not_deliberate_evenly_are_refused_before_anything_is_
 
 def test_the_critic_learns_in_the_last_quarter_of_imitation_and_after_it(tmp_path):
     town = Town(load_pack("l4_contention"), num_layouts=8)
-    sizes = TINY.policy.model_copy(
-        update={
-            "imitation_iterations": 8, "critic_iterations": 1, "ppo_iterations": 1, "worlds": 8,
-            "rollout": 4, "minibatches": 2, "imitation_minibatches": 2,
-        }
-    )  # fmt: skip
+    sizes = SHORT.model_copy(update={"imitation_iterations": 8, "ppo_iterations": 1})
     mind, blank = new_mind(town, sizes)
     critic = Critic(TownShape.of(town), sizes.hidden)
     before = [weight.clone() for weight in critic.parameters()]
@@ -300,18 +301,12 @@ def test_what_imitation_left_is_kept_though_reinforcement_goes_on_after_an_inter
 ):
     """As a training that ends with imitation leaves it."""
     town = Town(load_pack("l4_contention"), num_layouts=8)
-    sizes = TINY.policy.model_copy(
-        update={
-            "imitation_iterations": 2, "critic_iterations": 1, "ppo_iterations": 3, "worlds": 8,
-            "rollout": 4, "minibatches": 2, "imitation_minibatches": 2,
-        }
-    )  # fmt: skip
     torch.set_num_threads(1)
 
     def trained(file: str, changes: dict, stop: int | None = None):
-        mind, blank = new_mind(town, sizes)
+        mind, blank = new_mind(town, SHORT)
         found = train_policy(
-            town, TownShape.of(town), mind, blank, sizes.model_copy(update=changes), TINY.compile,
+            town, TownShape.of(town), mind, blank, SHORT.model_copy(update=changes), TINY.compile,
             0, tmp_path / file, StoppedLog(stop),
         )  # fmt: skip
         return mind.policy.state_dict(), found.imitated

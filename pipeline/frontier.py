@@ -6,13 +6,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hamlet.moving import constant
 
-def where_to_look(unseen: Tensor, x: Tensor, y: Tensor, vision: int) -> Tensor:
+
+def where_to_look(unseen: Tensor, position: Tensor, vision: int) -> Tensor:
     """The cell from which most would be seen for the first time per step to it.
 
     Args:
         unseen: float [., H, W] 1 where a cell was never seen, else 0.
-        x, y: int64 [.] column and row of the agent.
+        position: int64 [., 2] column and row of the agent.
         vision: cells seen to each side.
 
     Returns:
@@ -26,10 +28,17 @@ def where_to_look(unseen: Tensor, x: Tensor, y: Tensor, vision: int) -> Tensor:
     near_rows, near_columns = (
         (away <= vision).to(unseen.dtype) for away in (away_rows, away_columns)
     )
-    found = near_rows @ unseen @ near_columns
-    up, across = (
-        F.embedding(at, away.to(unseen.dtype)) for at, away in ((y, away_rows), (x, away_columns))
-    )
-    steps = up.unsqueeze(-1) + across.unsqueeze(-2)
-    score = (found * steps.clamp_min(1).reciprocal()).flatten(-2)
-    return torch.where(score.amax(-1) > 0, score.argmax(-1), y * width + x)
+    found = (near_rows @ unseen @ near_columns).flatten(-2)
+    # Of each column the columns to every cell, and of each row, below these, the rows to it.
+    to_column = away_columns.unsqueeze(1).expand(-1, height, -1)
+    to_row = away_rows.unsqueeze(2).expand(-1, -1, width)
+    away = torch.cat([to_column, to_row]).flatten(1)
+    which = position + constant([0, width], position.dtype, position.device)
+    steps = F.embedding(which, away.to(unseen.dtype)).sum(-2)
+    score = found / steps.clamp_min(1)
+    return torch.where(score.amax(-1) > 0, score.argmax(-1), cell_at(position, width))
+
+
+def cell_at(position: Tensor, width: int) -> Tensor:
+    """int64 [.] row * width + column of int64 [., 2] columns and rows."""
+    return (position * constant([1, width], position.dtype, position.device)).sum(-1)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 T = TypeVar("T")
 
@@ -73,8 +74,9 @@ def columns(x: Tensor, index: Sequence[int]) -> Tensor:
 
 
 def one_hot(index: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """[., count] 1 at the index int64 [.], 0 elsewhere and where it is out of range."""
-    return (index.unsqueeze(-1) == torch.arange(count, device=index.device)).to(dtype)
+    """[., count] 1 at the index int64 [.], 0 elsewhere; the index `count` gives zeros."""
+    each = torch.arange(count + 1, device=index.device)
+    return F.embedding(index, (each.unsqueeze(-1) == each[:count]).to(dtype))
 
 
 def _hashable(values: Any) -> Any:

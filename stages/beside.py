@@ -81,8 +81,8 @@ class Others:
         """
         began = time.monotonic()
         if self.process.poll() is None:
-            self._say(f"done; waiting for {self.stages}")
             signal.signal(signal.SIGINT, lambda *_: interrupt_execution(self.log.parent))
+            self._say(f"done; waiting for {self.stages}")
         if self.process.wait():
             last = self.log.read_text(errors="replace").strip().splitlines()[-1:]
             self._say(f"beside it not all of {self.stages} ended well, they run again: {last}")

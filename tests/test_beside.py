@@ -185,18 +185,16 @@ def test_when_it_fails_what_runs_beside_it_ends(tmp_path):
 @pytest.mark.skipif(CORES < 2, reason="there is one core: nothing runs beside anything")
 def test_interrupted_while_it_waits_it_is_kept_and_nothing_more_begins(tmp_path):
     repo = Repo(tmp_path, a=f"{WITH_B}|.1 0", b=f"{WORKS}|60 0")
+    said, ran = tmp_path / "said", tmp_path / "ran"
     command = [sys.executable, "-m", "dvc", "repro"]
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=repo.env, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
+    with said.open("w") as out, subprocess.Popen(
+        command, cwd=tmp_path, env=repo.env, stdout=out, stderr=out, start_new_session=True
     ) as dvc:  # fmt: skip
-        assert dvc.stderr
-        assert any("waiting for b" in line for line in dvc.stderr)
-        while "b begins" not in (tmp_path / "ran").read_text():
+        while "waiting for b" not in said.read_text() or "b begins" not in ran.read_text():
             time.sleep(0.1)
         os.killpg(dvc.pid, signal.SIGINT)
-        assert dvc.wait(60) != 0
-    assert (tmp_path / "ran").read_text().count("b begins") == 1
+        assert dvc.wait(60) != 0, said.read_text()
+    assert ran.read_text().count("b begins") == 1
     text = (tmp_path / "dvc.yaml").read_text().replace(" 60 0", " .1 0")
     (tmp_path / "dvc.yaml").write_text(text)
-    assert repo.repro() == (0, steps("b begins", "b ends"))
+    assert repo.repro() == (0, steps("b begins", "b ends")), said.read_text()

@@ -37,6 +37,7 @@ WAITS = {
     "train_prover.py:consider": "15 times in a phase: proofs are ranked on the CPU",
     "train_prover.py:_search": "at the end of a search: its results go to the CPU",
     "players.py:_setup": BEFORE,
+    "expert.py:_changes": BEFORE,
     "train_world_model.py:output_scale": BEFORE,
     "train_world_model.py:train_world_model": BEFORE,
 }
@@ -51,7 +52,8 @@ UPLOADS = {
     "elsewhere": "the tests' own data",
     **dict.fromkeys(
         (
-            "expert.py:<genexpr>", "expert.py:__init__", "players.py:_setup", "town.py:rearrange",
+            "expert.py:<genexpr>", "expert.py:<listcomp>", "expert.py:__init__",
+            "players.py:_setup", "town.py:rearrange",
             "policy_losses.py:__init__", "train_perception.py:train_perception",
             "train_policy.py:train_policy", "train_social.py:train_social",
             "train_world_model.py:train_world_model",
@@ -61,9 +63,11 @@ UPLOADS = {
     **dict.fromkeys(
         (
             "perception.py:draw",
-            "policy.py:forward", "policy.py:goal_ended", "social.py:logits",
+            "policy.py:goal_ended", "social.py:logits",
             "world_model.py:apply_rules", "world_model.py:fields", "world_model.py:places_of",
             "critic.py:privileged_features", "policy.py:map_size", "policy.py:wait",
+            "policy.py:posted_hours", "policy.py:place_facts", "policy.py:low_money_bias",
+            "frontier.py:cell_at", "frontier.py:where_to_look",
         ),
         ONCE,
     ),
@@ -335,7 +339,7 @@ def test_its_measures_are_numbers_where_they_can_run():
     agents = setting.shape.num_agents
     for measure, way, size in (
         (gpu.town_speed, "eager", 2),
-        (gpu.learning_speed, "eager", 4),
+        (gpu.learning_speed, "eager", 8),
         (gpu.update_ms, "tf32", 4 * agents),
     ):
         assert measure(setting, way, size, 0.01, lambda: turns.append(1)) > 0
@@ -345,7 +349,7 @@ def test_its_measures_are_numbers_where_they_can_run():
 @pytest.mark.slow
 def test_a_rollout_with_the_mind_is_measured():
     setting = Untrained(default_params(), torch.device("cpu"))
-    assert gpu.mind_speed(setting, "eager", 4, 0.01, lambda: None) > 0
+    assert gpu.mind_speed(setting, "eager", 8, 0.01, lambda: None) > 0
 
 
 def test_a_measure_of_its_own_process_waits_for_its_turn(monkeypatch):

@@ -25,7 +25,7 @@ def test_it_is_the_cell_from_which_most_is_new_per_step():
     rng = torch.Generator().manual_seed(0)
     unseen = (torch.rand(60, 7, 9, generator=rng) < torch.linspace(0, 1, 60)[:, None, None]).float()
     x, y = (torch.randint(n, (60,), generator=rng) for n in (9, 7))
-    cell = where_to_look(unseen, x, y, 2)
+    cell = where_to_look(unseen, torch.stack([x, y], 1), 2)
     dx, dy = cell % 9 - x, cell // 9 - y
     expected = [by_hand(unseen[i], int(x[i]), int(y[i]), 2) for i in range(60)]
     assert list(zip(dx.tolist(), dy.tolist(), strict=True)) == expected
@@ -34,4 +34,5 @@ def test_it_is_the_cell_from_which_most_is_new_per_step():
 
 def test_where_all_is_seen_there_is_nowhere_to_go():
     x, y = torch.arange(3), torch.tensor([2, 0, 3])
-    assert torch.equal(where_to_look(torch.zeros(3, 4, 5), x, y, 2), y * 5 + x)
+    found = where_to_look(torch.zeros(3, 4, 5), torch.stack([x, y], 1), 2)
+    assert torch.equal(found, y * 5 + x)

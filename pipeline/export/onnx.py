@@ -225,7 +225,14 @@ def _fill(
         node("ReduceMax", [deliberate], ["slice/anyone"], keepdims=0),
         node("If", ["slice/anyone"], answers, then_branch=then, else_branch=otherwise),
     ]
-    before, after = _split_by(answers, [n for n in graph.node if n.output[0] not in same])
+    # An answer that is an output under another name has that one from the start.
+    shown = {n.input[0]: n.output[0] for n in graph.node if n.op_type == "Identity"}
+    shown = {name: shown[name] for name in answers if name in shown}
+    body_nodes = [n for n in graph.node if n.output[0] not in {*same, *shown.values()}]
+    for one in (*body_nodes, anyone[-1]):
+        for names in (one.input, one.output):
+            names[:] = [shown.get(name, name) for name in names]
+    before, after = _split_by(list(anyone[-1].output), body_nodes)
     nodes = [*before, *anyone, *after]
     inputs = [v for v in graph.input if v.name not in answers]
     outputs = [v for v in graph.output if v.name not in questions]

@@ -55,6 +55,7 @@ def simplify(model: ir.Model) -> None:
     """In place: a graph that says the same with fewer nodes."""
     common.InlinePass()(model)
     fold_constants_ir(model, onnx_shape_inference=True, input_size_limit=FOLDED)
+    take_parts_whole(model)
     rewrite(model, RULES)
     fold_constants_ir(model, onnx_shape_inference=True)
     common.IdentityEliminationPass()(model)
@@ -68,3 +69,28 @@ def simplify(model: ir.Model) -> None:
         common.NameFixPass(),
     ):
         tidy(model)
+
+
+def take_parts_whole(model: ir.Model) -> None:
+    """In place: what was put together and is cut out again is taken as it was."""
+    for node in model.graph.all_nodes():
+        if node.op_type != "Slice" or node.outputs[0].is_graph_output():
+            continue
+        whole, *told = node.inputs
+        joining = whole.producer() if whole is not None else None
+        numbers = [ir.convenience.get_const_tensor(x) for x in told if x is not None]
+        values = [x.numpy().flatten().tolist() for x in numbers if x is not None]
+        if joining is None or joining.op_type != "Concat" or [*map(len, values)] != [1] * 4:
+            continue
+        [start], [end], [axis], [step] = values
+        parts = [part for part in joining.inputs if part is not None and part.shape is not None]
+        shapes = [part.shape for part in parts if part.shape is not None]
+        joined = joining.attributes["axis"].as_int()
+        sizes = [size for shape in shapes if isinstance(size := shape[joined], int)]
+        if len(sizes) != len(joining.inputs) or (axis - joined) % len(shapes[0]):
+            continue
+        cut, at = range(sum(sizes))[start:end:step], 0
+        for part, size in zip(parts, sizes, strict=True):
+            if range(at, at + size) == cut:
+                ir.convenience.replace_all_uses_with(node.outputs[0], part)
+            at += size

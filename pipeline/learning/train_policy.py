@@ -1,8 +1,8 @@
 """Train module D against the frozen A, B and C: imitation of an expert, then PPO or IMPALA.
 
 In imitation the learner takes over from the expert world by world (DAgger, Ross et al. 2011): the
-expert acts in fewer and fewer of them. It is asked only there, and in the quarter of the worlds
-whose agents deliberate at this tick; these are the ones that are learned from.
+expert acts in fewer and fewer of them. It is asked only there, and in the worlds whose
+agents deliberate at this tick, one in `meta_period`; these are the ones that are learned from.
 
 PPO alone undoes what imitation found (its steps are noisy, and the best policies are narrow), so it
 is kickstarted (Schmitt et al. 2018): the expert goes on telling which goal it would choose, and

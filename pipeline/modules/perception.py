@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hamlet.frontier import where_to_look
+from hamlet.frontier import cell_at, where_to_look
 from hamlet.modules.contracts import (
     LOOK,
     OFFSET_UNIT,
@@ -48,7 +48,8 @@ class Perception(nn.Module):
     corner: Tensor
     view_cell: Tensor
     view_source: Tensor
-    cell_at: Tensor
+    map_at: Tensor
+    places_at: Tensor
     is_x: Tensor
     cached_odds: Tensor | None
 
@@ -85,7 +86,11 @@ class Perception(nn.Module):
         view_source = torch.where(on_map, torch.arange(len(view_x)), len(view_x) // 2)
         self.register_buffer("view_cell", view_cell, persistent=False)
         self.register_buffer("view_source", view_source, persistent=False)
-        self.register_buffer("cell_at", torch.stack([x, y], 1), persistent=False)
+        # Of every cell, where it is, in map sizes; and in cells, once for each affordance.
+        at = torch.stack([x, y], 1)
+        self.register_buffer("map_at", at / size, persistent=False)
+        places_at = at.repeat(1, shape.num_affordances).double()
+        self.register_buffer("places_at", places_at, persistent=False)
         is_x = torch.tensor([True, False]).repeat(shape.num_affordances)
         self.register_buffer("is_x", is_x, persistent=False)
         self.register_buffer("cached_odds", None, persistent=False)
@@ -107,8 +112,7 @@ class Perception(nn.Module):
 
     def cell_of(self, self_state: Tensor) -> Tensor:
         """int64 [.]: the agent's cell, row * width + column."""
-        x, y = self.position(self_state).unbind(1)
-        return y * self.shape.width + x
+        return cell_at(self.position(self_state), self.shape.width)
 
     def update_map(self, view: Tensor, self_state: Tensor, memory: Tensor) -> Tensor:
         """Write the view into the map memory [., cells] (see `BeliefDistribution`)."""
@@ -132,8 +136,7 @@ class Perception(nn.Module):
         away = (others_offset * OFFSET_UNIT).round().long()
         cell = self.position(self_state).unsqueeze(1) + away
         nearest = cell.clamp(torch.zeros_like(self.corner), self.corner)
-        column, row = nearest.unbind(-1)
-        index = row * self.shape.width + column
+        index = cell_at(nearest, self.shape.width)
         before = memory.gather(1, index)
         never_seen = (before == 0) | (before > self.shape.num_cell_codes)
         # What is known as well already, or from a cue that tells it better, stays.
@@ -212,10 +215,9 @@ class Perception(nn.Module):
         the map of which nothing is known."""
         unseen = (memory == 0).to(memory.dtype)
         cells = unseen.unflatten(1, (self.shape.height, self.shape.width))
-        at = self.position(self_state)
-        x, y = at.unbind(1)
-        best = where_to_look(cells, x, y, self.shape.vision)
-        way = (self.cell_at.index_select(0, best) - at) / (self.corner + 1)
+        best = where_to_look(cells, self.position(self_state), self.shape.vision)
+        here = self.map_at.index_select(0, self.cell_of(self_state))
+        way = self.map_at.index_select(0, best) - here
         return torch.cat([way, unseen.mean(1, True)], 1)
 
     def sequence(
@@ -277,15 +279,15 @@ class Perception(nn.Module):
         # In double precision: a variance is the difference of nearly equal numbers, and what is
         # lost here would come back enlarged as a difference between PyTorch and ONNX Runtime.
         sums = (found.double() * self.powers_unit) @ odds
-        count, x, y, x_square, y_square = sums.split(1, 1)  # each [., 1, 2F]
+        count, x, y, x_square, y_square = sums.flatten(1).chunk(5, 1)  # each [., 2F]
         each = count.reciprocal()
         mean = torch.where(self.is_x, x, y) * each
         square = torch.where(self.is_x, x_square, y_square) * each
         variance = (square - mean.square()).clamp_min(0).float()
-        here = torch.where(self.is_x, *self.position(self_state).unsqueeze(1).split(1, -1))
+        here = self.places_at.index_select(0, self.cell_of(self_state))
         unit = torch.where(self.is_x, 1 / self.shape.width, 1 / self.shape.height)
         log_std = 0.5 * (variance * unit.square() + PLACE_STD_MIN**2).log()
-        return ((mean - here).float() * unit).squeeze(1), log_std.squeeze(1)
+        return (mean - here).float() * unit, log_std
 
 
 def view_offsets(vision: int) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,8 @@ from hamlet.moving import columns, constant, one_hot
 
 LOGIT_CAP = 15.0
 PLACE_WIDTH = 16
+POSTED = ("opens_in", "open_for", "price")
+"""What the timetable says of each place."""
 HOUR_UNITS = (1 / 12, 1 / 12, 10.0)
 PLACE_FACTS = 16
 DOUBT = -3.5
@@ -46,9 +48,9 @@ class Policy(nn.Module):
     """
 
     goal_targets: Tensor
+    reached_at: Tensor
+    urgent_under: Tensor
     steps: Tensor
-    posted: Tensor
-    posted_at: Tensor
     low_money_biases: Tensor
     apart = True
     """Whether goals are chosen without the controller: then either can be learned by itself."""
@@ -90,13 +92,19 @@ class Policy(nn.Module):
         steps = [(0.0, 0.0), *(STEPS.get(name, (0.0, 0.0)) for name in shape.action_names)]
         self.register_buffer("steps", torch.tensor(steps), persistent=False)
         self.register_buffer("goal_targets", goal_targets)
+        # Of each goal the level of every meter at which it is reached, and of every vital one that
+        # under which it is to be dropped; levels that are never met where it says nothing.
+        asked = goal_targets > 0
+        reached_at = goal_targets.masked_fill(~asked.any(-1, keepdim=True), math.inf)
+        served = asked[:, list(self.vital)]
+        urgent_under = torch.where(served, -math.inf, emergency)
+        self.register_buffer("reached_at", reached_at, persistent=False)
+        self.register_buffer("urgent_under", urgent_under, persistent=False)
         low_money_biases = EARNING * (goal_targets[:, self.money] > 0)
         low_money_biases[shape.goal_names.index("rest")] = IDLING
         self.register_buffer("low_money_biases", low_money_biases, persistent=False)
-        posted, posted_at = timetable.unique(dim=0, return_inverse=True)
-        posted = (posted * posted.new_tensor(HOUR_UNITS)).transpose(1, 2)
-        self.register_buffer("posted", posted.flatten(1))
-        self.register_buffer("posted_at", posted_at.unsqueeze(-1))
+        for name, column in zip(POSTED, timetable.unbind(-1), strict=True):
+            self.register_buffer(name, column.contiguous())
 
     def map_size(self, like: Tensor) -> Tensor:
         return constant((self.shape.width, self.shape.height), like.dtype, like.device)
@@ -116,11 +124,16 @@ class Policy(nn.Module):
         """float32 [2, ., F] how unsure those are."""
         return f.log_std.unflatten(-1, (-1, 2)).movedim(-1, 0)
 
-    def posted_hours(self, f: Features) -> Tensor:
-        """float32 [3, ., F] of the timetable now."""
+    def posted_now(self, f: Features) -> list[Tensor]:
+        """float32 [., F] each: the columns of the timetable now."""
         tick = (f.known_state[..., self.age] * self.shape.lifespan).round().long()
-        hour = F.embedding(tick.clamp(0, self.shape.lifespan), self.posted_at).squeeze(-1)
-        return F.embedding(hour, self.posted).unflatten(-1, (3, -1)).movedim(-2, 0)
+        tick = tick.clamp(0, self.shape.lifespan)
+        return [F.embedding(tick, getattr(self, name)) for name in POSTED]
+
+    def posted_hours(self, f: Features) -> Tensor:
+        """float32 [3, ., F] the same in HOUR_UNITS."""
+        now = torch.stack(self.posted_now(f))
+        return now * along_first(constant(HOUR_UNITS, now.dtype, now.device), now[0])
 
     def _pursued(self, f: Features) -> Tensor:
         """float32 [., G] one where a goal was pursued until now; zero in a life's first tick."""
@@ -143,17 +156,20 @@ class Policy(nn.Module):
         search = (look * self.map_size(look)).abs().sum(-1, True)
         walk = steps * sure + (search + self.prospects.search) * doubt
         count = self.shape.num_affordances
-        pursued, hours = self._pursued(f)[..., :count], self.posted_hours(f)
+        pursued, posted = self._pursued(f)[..., :count], self.posted_now(f)
         progress = 10 * f.known_state[..., self.progress : self.progress + 1] * there * sure
         meters = f.known_state[..., : self.num_meters]
         ahead = f.ahead.movedim(-1, 0)
         wait = self.prospects.wait(ahead) * sure
-        rate = 10 * self.prospects(meters, walk, progress, wait, pursued, nearer, hours)
-        far = steps / (self.shape.width + self.shape.height)
-        others = f.rivals[..., :count], ahead[0], wait / 8
-        facts = torch.stack([far, there, *others, pursued, nearer])
-        rates = torch.stack([rate * sure, rate * doubt])
-        return torch.cat([offsets / 4, spread, facts, hours, rates])
+        rate = self.prospects(meters, walk, progress, wait, pursued, nearer, *posted)
+        others = f.rivals[..., :count], ahead[0], wait
+        facts = torch.stack(
+            [steps, there, *others, pursued, nearer, *posted, rate * sure, rate * doubt]
+        )
+        far = 1 / (self.shape.width + self.shape.height)
+        units = (far, 1.0, 1.0, 1.0, 1 / 8, 1.0, 1.0, *HOUR_UNITS, 10.0, 10.0)
+        facts = facts * along_first(constant(units, facts.dtype, facts.device), steps)
+        return torch.cat([offsets / 4, spread, facts])
 
     def prior_logits(self, f: Features) -> Tensor:
         """float32 [., G] D1's first thought, before imagination."""
@@ -168,9 +184,9 @@ class Policy(nn.Module):
         """
         if self.energy is None:
             return known_state.new_zeros(self.shape.num_goals)
-        broke = known_state[..., self.money : self.money + 1] < BROKE
-        tired = known_state[..., self.energy : self.energy + 1] < FRESH
-        return (broke & tired) * self.low_money_biases
+        limits = constant([BROKE, FRESH], known_state.dtype, known_state.device)
+        low = columns(known_state, [self.money, self.energy]) < limits
+        return torch.where(low.all(-1, keepdim=True), self.low_money_biases, 0.0)
 
     def learned_logits(self, f: Features) -> Tensor:
         """float32 [., G] the goals as imitation and PPO taught them."""
@@ -205,7 +221,7 @@ class Policy(nn.Module):
         look = look * self.map_size(look)
         explores = (goal == self.exploring).unsqueeze(-1)
         offset = torch.where(explores, look, offset)
-        there = is_place * (-4 * offset.square().sum(-1, True)).exp()
+        there = torch.where(is_place, (-4 * offset.square().sum(-1, True)).exp(), 0.0)
         target = [offset.clamp(-4, 4) / 4, spread, there, hours]
         return soft_cap(self.controller(torch.cat([*self.own_facts(f), chosen, *target], -1)))
 
@@ -217,12 +233,9 @@ class Policy(nn.Module):
         every goal two ticks, so that a way out can begin.
         """
         meters = known_state[..., : self.num_meters]
-        target = F.embedding(goal, self.goal_targets)
-        asked = target > 0
-        reached = asked.any(-1) & ((meters >= target) | ~asked).all(-1)
-        low = columns(meters, self.vital) < self.emergency
-        served = columns(asked, self.vital)
-        emergency = (low & ~served).any(-1) & (age >= 2)
+        reached = (meters >= F.embedding(goal, self.reached_at)).all(-1)
+        low = columns(meters, self.vital) < F.embedding(goal, self.urgent_under)
+        emergency = low.any(-1) & (age >= 2)
         return reached | emergency | (age >= self.meta_period) | (age == 0)
 
 
@@ -324,26 +337,26 @@ class Prospects(nn.Module):
         wait: Tensor,
         pursued: Tensor,
         nearer: Tensor,
-        hours: Tensor,
+        opens_in: Tensor,
+        open_for: Tensor,
+        price: Tensor,
     ) -> Tensor:
         """float32 [., F].
 
         Args:
             meters: float32 [., N]; of each place float32 [., F]: walk, steps to it; progress, ticks
             of its use that are done; wait, ticks to wait there for others; pursued, 1 where it is
-            the goal; nearer, 1 where the last step led to it; hours: float32 [3, ., F] as `Policy`
-            posts them.
+            the goal; nearer, 1 where the last step led to it; opens_in, open_for, price: ticks,
+            ticks, and money per tick, of the timetable now.
         """
         n = self.meters
         per_tick, finished = (along_first(x, walk) for x in (self.menu[:n], self.menu[n : 2 * n]))
-        units = constant(HOUR_UNITS, hours.dtype, hours.device)
-        until, left, price = (hours / along_first(units, walk)).unbind(0)
         remaining = (self.menu[-1] - progress).clamp_min(1.0)
         money = meters[..., self.money : self.money + 1]
         affordable = torch.where(price > 0, money / price.clamp_min(1e-3), remaining)
-        stay = remaining.minimum(left).minimum(affordable)
+        stay = remaining.minimum(open_for).minimum(affordable)
         completes = (stay - remaining + 1).clamp(0.0, 1.0)
-        begin = walk.maximum(until) + F.softplus(self.queue) * wait
+        begin = walk.maximum(opens_in) + F.softplus(self.queue) * wait
         ticks = begin + stay
         drained = 0.01 * along_first(self.drain, walk) * ticks
         idle = (meters.movedim(-1, 0).unsqueeze(-1) - drained).clamp(0.0, 1.0)

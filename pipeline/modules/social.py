@@ -41,6 +41,7 @@ class Social(nn.Module):
     """
 
     steps: Tensor
+    telling: Tensor
 
     def __init__(self, shape: TownShape, hidden: int) -> None:
         super().__init__()
@@ -58,6 +59,9 @@ class Social(nn.Module):
         steps = [STEPS.get(name, (0.0, 0.0)) for name in (*shape.action_names, "unknown")]
         self.register_buffer("steps", torch.tensor(steps), persistent=False)
         self.clock = [shape.self_names.index(name) for name in CLOCK]
+        telling = torch.zeros(shape.num_cues, 1)
+        telling[list(shape.telling_cues)] = 1
+        self.register_buffer("telling", telling, persistent=False)
 
     @property
     def recurrent_dim(self) -> int:
@@ -93,16 +97,17 @@ class Social(nn.Module):
             return goal, action, recurrent_state.clone()
         seen = visible.unsqueeze(-1).to(mean.dtype)
         offsets = self.offsets(mean, others_offset)
-        doubt = log_std[:, : self.places].unflatten(1, (-1, 2)).movedim(-1, 0)
-        near = (offsets * (seen / (2 * REACH))).unbind(0)
-        pair = self.pair(torch.cat([*near, cues, seen, others_offset], -1))
-        own = self.own(torch.cat([*doubt.unbind(0), columns(known_state, self.clock)], -1))
+        unsure = log_std[:, : self.places]
+        doubt = unsure.unflatten(1, (-1, 2)).movedim(-1, 0)
+        near = (offsets * (seen / (2 * REACH))).movedim(0, 2).flatten(2)
+        pair = self.pair(torch.cat([near, cues, seen, others_offset], -1))
+        own = self.own(torch.cat([unsure, columns(known_state, self.clock)], -1))
         encoded = (pair + own.unsqueeze(1) + self.action(others_action)).relu().flatten(0, 1)
 
         hidden, heading, age = recurrent_state.split([self.hidden, f, 1], -1)
         # Left to itself for long, a GRU may pass a point from which roundings grow, and it knows
         # nothing any more: who is out of sight for so long is read anew.
-        hidden = hidden * (age < UNSEEN_AFTER / AGE_UNIT)
+        hidden = torch.where(age < UNSEEN_AFTER / AGE_UNIT, hidden, 0.0)
         hidden = self.gru(encoded, hidden.flatten(0, 1))
         age = torch.where(visible.unsqueeze(-1), 0.0, age + 1 / AGE_UNIT)
         step = F.embedding(others_action, self.steps).movedim(-1, 0).unsqueeze(-1)
@@ -179,12 +184,14 @@ class Social(nn.Module):
         place a whole, and nobody where the agent itself is using it."""
         theirs = self.offsets(mean, others_offset).abs().sum(0)
         own = self.places_of(mean).abs().sum(0)
-        shows = columns(cues, self.shape.telling_cues).sum(-1, keepdim=True) > 0.5
+        shows = cues @ self.telling > 0.5
         uses = shows & (theirs < 0.5)
-        progress = known_state[:, self.shape.self_names.index("progress"), None]
-        mine = (progress > 0.05) & (own < 0.5)
-        sooner = (own - mine.to(mean.dtype) + 0.5).unsqueeze(1) - theirs + uses.to(mean.dtype)
-        wants = goal_dist[..., : self.shape.num_affordances] * visible.unsqueeze(-1)
+        progress = self.shape.self_names.index("progress")
+        mine = (known_state[:, progress : progress + 1] > 0.05) & (own < 0.5)
+        later = own + torch.where(mine, -0.5, 0.5)
+        sooner = later.unsqueeze(1) - theirs + uses.to(mean.dtype)
+        seen = visible.unsqueeze(-1).to(mean.dtype)
+        wants = goal_dist[..., : self.shape.num_affordances] * seen
         leads = constant(LEADS, mean.dtype, mean.device).unsqueeze(-1)
         reached = (sooner.unsqueeze(2) - leads).clamp(0.0, 1.0) * wants.unsqueeze(2)
         return reached.sum(1).transpose(1, 2)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from hamlet.frontier import where_to_look
 from hamlet.town.counter import counter_uniform
@@ -70,26 +71,27 @@ class Ways(NamedTuple):
 
 
 class Stakes(NamedTuple):
-    """Of every meter what a use may change and what it is worth, [M, F or 1, N or 1, B or 1]."""
+    """What a use may change, [C, N or 1, B or 1] of each meter that a place may change, and what
+    that is worth; see `Expert.place_of`."""
 
     level: Tensor
     """f32 what it is now."""
     drain: Tensor
     """f32 what it loses per tick if nothing is done, cascades aside."""
     per_tick: Tensor
-    """f32 what a tick of use adds, the price not yet paid,"""
-    price: Tensor
-    """f32 what it costs,"""
+    """f32 what a tick of use adds, its price paid,"""
     completion: Tensor
     """f32 and what a whole use adds at last."""
     value: Tensor
     fear: Tensor
     comfort: Tensor
 
-    def worth(self, level: Tensor) -> Tensor:
-        """What levels [M, F, N, B] are worth: value * level - fear * shortfall ** 2."""
-        short = (self.comfort - level).clamp(min=0.0)
-        return self.value * level - self.fear * short * short
+    def gain(self, before: Tensor, after: Tensor) -> Tensor:
+        """How much more levels [C, N, B] are worth after than before; a level is worth
+        value * level - fear * shortfall ** 2."""
+        short, then_short = ((self.comfort - level).clamp(min=0.0) for level in (before, after))
+        less = (short - then_short) * (short + then_short)
+        return self.value * (after - before) + self.fear * less
 
 
 class Expert:
@@ -117,18 +119,43 @@ class Expert:
         limits = [a.distance_limit for a in town.pack.affordances]
         self.limit = self.each.new_tensor(limits)[:, None, None]
         pack = town.pack
-        self.move_price, self.interact_price = (
-            torch.tensor(
-                [prices.get(name, 0.0) for name in pack.meter_names], device=town.device
-            ).view(-1, 1, 1, 1)
+        move_price, interact_price = (
+            torch.tensor([prices.get(name, 0.0) for name in pack.meter_names])
             for prices in (pack.move_price, pack.interact_price)
         )
+        # Most places change few meters: place by place, the meters that its use may change.
+        priced = (move_price != 0) | (interact_price != 0)
+        places, meters = self._changes(priced)
+        self.place_of, self.meter_of = places.to(town.device), meters.to(town.device)
+        self.move_price, self.interact_price = (
+            prices[meters, None, None].to(town.device) for prices in (move_price, interact_price)
+        )
+        counts = places.bincount(minlength=town.num_affordances)
+        first = counts.cumsum(0) - counts
+        self.nth = [  # of every place its first such change, its second, ...; or one too many
+            torch.where(n < counts, first + n, len(places)).to(town.device)
+            for n in range(int(counts.max()))
+        ]
         needs = [*NEEDS, *(pack.meter_names[vital] for vital in pack.vital_meters)]
         index = town.meter_index
         self.needs = sorted({index[name] for name in needs if name in index})
         self.strength = [index["energy"]] if "energy" in index else list(pack.vital_meters)
         self.moving_costs = any(pack.move_price.values())
-        self.using_costs = any(pack.interact_price.values())
+
+    def _changes(self, everywhere: Tensor) -> tuple[Tensor, Tensor]:
+        """int64 [C] each: places, and the meters that a use of each may change, in this order.
+
+        Args:
+            everywhere: bool [M] what any use or way may change.
+        """
+        town, f = self.town, self.town.num_affordances
+        found = everywhere[:, None].repeat(1, f)
+        for columns in (town.effects_per_tick, town.prices, town.effects_on_completion):
+            for meter, column in enumerate(columns):
+                if column is not None:
+                    found[meter] |= (column.table[:, :f] != 0).any(0).cpu()
+        places, meters = found.t().nonzero(as_tuple=True)
+        return places, meters
 
     def plan(self, s: Fields, mind: Mind) -> tuple[Tensor, Tensor]:
         """Actions and goals, int64 [N, B], of everybody."""
@@ -221,22 +248,24 @@ class Expert:
         meters = list(s["meters"].unbind(0))
         nothing = torch.zeros((), device=town.device)
 
-        def columns(those: Sequence[Column | None]) -> Tensor:
-            each = [
-                nothing.view(1, 1, 1) if c is None else self.column(c, mind.phase) for c in those
-            ]
-            return torch.stack(torch.broadcast_tensors(*each))
+        def of_use(those: Sequence[Column | None]) -> Tensor:
+            each = [nothing if c is None else self.column(c, mind.phase) for c in those]
+            everywhere = nothing.expand(town.num_affordances, 1, 1)
+            table = torch.stack(torch.broadcast_tensors(*each, everywhere)[:-1])
+            return table[self.meter_of, self.place_of]
+
+        def of_meter(those: Sequence[Tensor]) -> Tensor:
+            return torch.stack(torch.broadcast_tensors(*those, meters[0])[:-1])[self.meter_of]
 
         def character(key: str) -> Tensor:
-            return torch.stack([mind.p[f"{key}.{name}"] for name in names]).unsqueeze(1)
+            return of_meter([mind.p[f"{key}.{name}"] for name in names])
 
         drains = [nothing + self.drain(name, meters, mind.phase) for name in names]
         return Stakes(
-            torch.stack(meters).unsqueeze(1),
-            torch.stack(torch.broadcast_tensors(*drains, meters[0])[:-1]).unsqueeze(1),
-            columns(town.effects_per_tick),
-            columns(town.prices),
-            columns(town.effects_on_completion),
+            of_meter(meters),
+            of_meter(drains),
+            of_use(town.effects_per_tick) - of_use(town.prices) - self.interact_price,
+            of_use(town.effects_on_completion),
             character("value"),
             character("fear"),
             character("comfort"),
@@ -272,18 +301,17 @@ class Expert:
         total = reach + ticks
 
         # What would the meters be then, with and without it?
-        change = stakes.per_tick * ticks - stakes.price * ticks
-        change = change + torch.where(completes, stakes.completion, 0.0)
+        change = stakes.per_tick * ticks[self.place_of]
+        change = change + torch.where(completes[self.place_of], stakes.completion, 0.0)
         if self.moving_costs:
-            change = change - self.move_price * walk
-        if self.using_costs:
-            change = change - self.interact_price * ticks
-        idle = (stakes.level - stakes.drain * total).clamp(0.0, 1.0)
+            change = change - self.move_price * walk[self.place_of]
+        idle = (stakes.level - stakes.drain * total[self.place_of]).clamp(0.0, 1.0)
         then = (idle + change).clamp(0.0, 1.0)
+        gains = F.pad(stakes.gain(idle, then), (0, 0, 0, 0, 0, 1))
         gain = torch.zeros_like(total)
-        # Meter by meter: the sum of a dimension may be added up in another order on another device.
-        for better, same in zip(stakes.worth(then), stakes.worth(idle), strict=True):
-            gain = gain + better - same
+        # One by one: the sum of a dimension may be added up in another order on another device.
+        for each in self.nth:
+            gain = gain + gains[each]
         rate = gain / (total + p["overhead"])
         rate = rate + torch.where(ways.towards, p["persistence"] * rate.abs(), 0.0)
         return torch.where(possible, rate, -1e9), ticks
@@ -379,7 +407,7 @@ class Expert:
         if self.searches:
             # What is hidden, as if it were to be used after a search that is not in vain.
             hides = (~seen).float().unflatten(-1, (town.height, town.width))
-            there = where_to_look(hides, x, y, town.vision)
+            there = where_to_look(hides, torch.stack([x, y], -1), town.vision)
             there_x, there_y = there % town.width - x, there // town.width - y
             far = there_x.abs() + there_y.abs() + p["search"].long()
             far = far.expand(town.num_affordances, *far.shape)

@@ -38,7 +38,7 @@ def dvc_identity() -> str | None:
     Told by its command line, else by DVC_ROOT, which dvc gives to what it starts and lacks itself.
     None too where that dvc was killed: then init, or what stands for it, is above instead.
     """
-    above = psutil.Process().parents()
+    above = _above()
     for process in above:
         with suppress(psutil.Error):
             if is_dvc(process.cmdline()):
@@ -50,6 +50,20 @@ def dvc_identity() -> str | None:
                     python = PurePath(process.exe()).name.lower().startswith(PYTHON)
                     return identity(process.pid) if python else None
     return None
+
+
+def _above() -> list[psutil.Process]:
+    """The processes above this one, the nearest first."""
+    process = psutil.Process()
+    if os.name == "nt":  # a parent that has ended may have left its number to somebody else
+        return process.parents()
+    # Elsewhere psutil's `parents` takes one for another where the clock was set back meanwhile.
+    found: list[psutil.Process] = []
+    with suppress(psutil.Error):
+        while number := process.ppid():
+            process = psutil.Process(number)
+            found.append(process)
+    return found
 
 
 def is_dvc(command: list[str]) -> bool:

@@ -9,7 +9,7 @@ from hamlet.modules.agent import SHOCK, AgentState, Mind, Thoughts, should_switc
 from hamlet.modules.categorical import log_prob_of, masked_logits
 from hamlet.modules.contracts import Features, observation_from
 from hamlet.modules.perception import Perception
-from hamlet.modules.policy import BROKE, EARNING, FRESH, IDLING, Policy
+from hamlet.modules.policy import BROKE, EARNING, FRESH, IDLING, POSTED, Policy
 from hamlet.modules.social import Social
 from hamlet.modules.world_model import WorldModel
 from hamlet.town.tables import menu, timetable
@@ -300,7 +300,7 @@ def test_in_a_surprising_world_every_imagined_future_is_of_a_novel_state(mind, m
 
 def test_only_what_was_learned_or_given_is_saved(mind, shape):
     """What follows from the shape is computed anew, so that no file holds two truths."""
-    told = {"goal_targets", "posted", "posted_at", "prospects.menu", "prospects.paid_in"}
+    told = {"goal_targets", *POSTED, "prospects.menu", "prospects.paid_in"}
     for module, buffers in (
         (Perception(shape, 16, 4), set()),
         (WorldModel(shape, 4, 24, 2), {"error_scale", "hours", "novel_threshold", "scale"}),

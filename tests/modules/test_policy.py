@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from hamlet.modules.policy import HOUR_UNITS, Prospects
+from hamlet.modules.policy import Prospects
 
 ENERGY, MONEY = 0, 3
 MENU = torch.zeros(2, 17)
@@ -34,8 +34,8 @@ def ask(rule, walk=0.0, until=0.0, left=24.0, price=0.0, progress=0.0, wait=0.0,
     meters[0, ENERGY], meters[0, MONEY] = energy, money
     each = (torch.full((1, 2), float(x)) for x in (walk, progress, wait, pursued, nearer))
     walk, progress, wait, pursued, nearer = each
-    hours = torch.tensor([[until, left, price]] * 2) * torch.tensor(HOUR_UNITS)
-    return rule(meters, walk, progress, wait, pursued, nearer, hours.t().unsqueeze(1))[0]
+    posted = (torch.full((1, 2), float(x)) for x in (until, left, price))
+    return rule(meters, walk, progress, wait, pursued, nearer, *posted)[0]
 
 
 def test_the_rate_is_the_gain_over_the_ticks_it_takes(rule):
@@ -78,8 +78,9 @@ def test_a_small_gain_is_not_lost_in_the_rounding_of_what_all_meters_are_worth(r
     for name, value in {"worth": 1.0, "fear": 1.0, "comfort": 0.8, "overhead": 0.5}.items():
         getattr(rule, name).fill_(value)
     rule.worth[6] = 3.0
-    meters, walk, hours = torch.rand(5000, 8), torch.rand(5000, 2) * 8, torch.rand(3, 5000, 2)
+    meters, walk, posted = torch.rand(5000, 8), torch.rand(5000, 2) * 8, torch.rand(3, 5000, 2)
+    opens_in, open_for, price = posted * torch.tensor([12.0, 12.0, 0.1])[:, None, None]
     still = torch.zeros(5000, 2)
-    given = (meters, walk, still, still, still, still, hours)
+    given = (meters, walk, still, still, still, still, opens_in, open_for, price)
     exact = copy.deepcopy(rule).double()(*(x.double() for x in given))
     assert (rule(*given) - exact).abs().max() < 1e-7

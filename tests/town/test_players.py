@@ -12,6 +12,7 @@ from rich.progress import Progress
 from benchmarks.discriminate import REQUIRED, loss, measure
 from hamlet.town import Scripted, Town, load_pack, personalities
 from hamlet.town.check import build_pack
+from hamlet.town.expert import Expert
 from hamlet.town.lives import HELD_OUT_LAYOUTS, play
 from hamlet.town.load import PACKS
 from hamlet.town.schema import INTERACT, LEFT, RIGHT, WAIT
@@ -297,3 +298,25 @@ def test_the_loss_is_a_ratio_of_means_with_its_interval():
     worlds = 4
     spread = torch.tensor([-2.5, 27.5, -7.5, -17.5]).std()
     assert width == pytest.approx(1.96 * spread.item() / worlds**0.5 / 200.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("pack", ["l7_scarce", "l4_contention", "l1_economy"])
+def test_what_a_use_cannot_change_is_left_out_and_decides_nothing(pack, monkeypatch):
+    town = Town(load_pack(pack), num_layouts=8)
+    few = Scripted(town, ["expert"])
+    places, meters = torch.meshgrid(
+        torch.arange(town.num_affordances), torch.arange(town.num_meters), indexing="ij"
+    )
+    everything = places.flatten(), meters.flatten()
+    monkeypatch.setattr(Expert, "_changes", lambda *_: everything)
+    every = Scripted(town, ["expert"])
+    state = town.reset(1, 16)
+    chosen = set()
+    for _ in range(60):
+        actions, goals, _ = few.act(state, few.reset(state))
+        for ours, theirs in zip((actions, goals), every.act(state, every.reset(state))[:2]):
+            assert torch.equal(ours, theirs)
+        chosen |= set(goals.flatten().tolist())
+        state = town.step_core(state, actions)
+    assert len(few._expert.place_of) < 0.7 * len(everything[0])
+    assert len(chosen) >= 5

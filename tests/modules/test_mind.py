@@ -201,6 +201,18 @@ def test_the_first_thought_knows_what_is_pursued_and_what_is_open(mind, moment, 
     assert not torch.equal(*hours)
 
 
+@pytest.mark.parametrize("tick", [0, 1, 12, 71, 72, 10_000])
+def test_the_timetable_is_read_at_the_tick_that_is_lived(mind, moment, shape, town, tick):
+    f = mind.sense(*moment)[3]
+    known = f.known_state.clone()
+    known[:, shape.self_names.index("age")] = tick / shape.lifespan
+    expected = timetable(town.pack)[min(tick, shape.lifespan)]
+    for column, posted in zip(
+        expected.unbind(-1), mind.policy.posted_now(f._replace(known_state=known)), strict=True
+    ):
+        assert torch.equal(posted, column.expand_as(posted))
+
+
 def test_a_goal_is_dropped_for_one_that_is_clearly_preferred(mind, moment, shape):
     """And kept while none is, whatever the first thought would choose anew."""
     prior = torch.tensor([[0.0, 0.9, -3.0], [0.0, 1.1, -3.0], [0.0, 1.1, -3.0]])

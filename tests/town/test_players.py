@@ -22,11 +22,11 @@ PLACES = [place["name"] for place in BASE["affordances"]]
 BED, MEAL = PLACES.index("Bed"), PLACES.index("HomeMeal")
 
 
-def street(agents: int, cue_distance: int = 2, schedule: tuple = ()) -> Town:
+def street(agents: int, cue_distance: int = 2, schedule: tuple = (), **more) -> Town:
     """A street of 40 cells: a meal at 10, a bed at 16, and all else beyond 25."""
     content = copy.deepcopy(BASE) | {
         "name": "street", "width": 40, "height": 2, "agents": agents,
-        "cue_distance": cue_distance, "schedule": list(schedule),
+        "cue_distance": cue_distance, "schedule": list(schedule), **more,
     }  # fmt: skip
     cells = torch.arange(25, 25 + len(PLACES))
     cells[MEAL], cells[BED] = 10, 16
@@ -320,3 +320,13 @@ def test_what_a_use_cannot_change_is_left_out_and_decides_nothing(pack, monkeypa
         state = town.step_core(state, actions)
     assert len(few._expert.place_of) < 0.7 * len(everything[0])
     assert len(chosen) >= 5
+
+
+def test_what_every_tick_of_a_use_costs_is_weighed():
+    """Hungry and hardly tired: a meal of two ticks, unless its cost makes a bed worth more."""
+    chosen = []
+    for price in (0.0, 0.04):
+        town = street(1, interact_price={"energy": price})
+        state = standing(town, 12, satiation=0.3, energy=0.8)
+        chosen.append(plan(town, state)[1].item())
+    assert chosen == [MEAL, BED]

@@ -62,7 +62,9 @@ def test_the_belief_tells_where_to_look(town, shape):
     told = belief.mean[:, 2 * shape.num_affordances :][:, :LOOK]
     assert torch.equal(told, module.look(belief.recurrent_state[:, 16:], obs.self_state))
     size = torch.tensor([shape.width, shape.height])
-    spot = (told[:, :2] * size).round().long() + module.position(obs.self_state)
+    way = told[:, :2] * size
+    torch.testing.assert_close(way, way.round(), rtol=0, atol=1e-5)  # whole cells
+    spot = way.round().long() + module.position(obs.self_state)
     memory = belief.recurrent_state[:, 16:].unflatten(1, (shape.height, shape.width))
     for row, (column, line), share in zip(memory, spot.tolist(), told[:, 2].tolist(), strict=True):
         near = row[max(0, line - 2) : line + 3, max(0, column - 2) : column + 3]

@@ -76,7 +76,9 @@ def test_who_uses_the_place_is_ahead_of_those_who_stand_there(town, shape):
     def ahead(using: bool, progress: float) -> float:
         known, cues = torch.zeros(1, shape.self_dim), torch.zeros(1, m, shape.num_cues)
         known[0, shape.self_names.index("progress")] = progress
-        cues[0, 0, shape.telling_cues[0]] = float(using)
+        cues[0, 0] = 1.0  # whatever else it shows
+        cues[0, 0, list(shape.telling_cues)] = 0.0
+        cues[0, 0, shape.telling_cues[-1]] = float(using)
         return social.ahead(wants, mean, known, cues, visible, torch.zeros(1, m, 2))[0, 0, 0].item()
 
     assert ahead(True, 0.0) == pytest.approx(0.8)

@@ -42,8 +42,8 @@ class Told(nn.Module):
         less = (1.5 - x, 2 - i, 1.5 - i, torch.rsub(x, 2, alpha=3), torch.rsub(i, 2, alpha=3))
         deep = torch.stack([h, 2 * h, 3 * h], 1)
         moved = [deep.movedim(*axes) for axes in ((1, -1), (-1, 1), (2, -2), (0, 0))]
-        joined = torch.cat([x, h], 1)  # of which parts are cut out whole, in part, and across
-        cut = [joined[:, a:b] for a, b in ((3, 7), (3, 5), (2, 4), (0, 3))]
+        joined = torch.cat([x, 2 * x], 1)  # of which parts are cut out whole, in part, and across
+        cut = [joined[:, a:b] for a, b in ((3, 6), (3, 5), (2, 4), (0, 3))]
         more = (g, last, *stacked, *picked, *asked, *moved, *cut)
         return *more, h, *less, x.square(), *both, *either, one, x.long(), rows, i.expand(i.numel())
 

@@ -43,7 +43,7 @@ class Told(nn.Module):
         deep = torch.stack([h, 2 * h, 3 * h], 1)
         moved = [deep.movedim(*axes) for axes in ((1, -1), (-1, 1), (2, -2), (0, 0))]
         joined = torch.cat([x, 2 * x], 1)  # of which parts are cut out whole, in part, and across
-        cut = [joined[:, a:b] for a, b in ((3, 6), (3, 5), (2, 4), (0, 3))]
+        cut = [joined[:, a:b] + 1 for a, b in ((3, 6), (3, 5), (2, 4), (0, 3))]
         more = (g, last, *stacked, *picked, *asked, *moved, *cut)
         return *more, h, *less, x.square(), *both, *either, one, x.long(), rows, i.expand(i.numel())
 

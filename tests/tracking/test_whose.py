@@ -9,7 +9,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 from tracked import ROOT
 
-from hamlet.tracking import execution_key, read_file, repo_root, stage_run, tracking_uri
+from hamlet.tracking import execution_key, processes, read_file, repo_root, stage_run, tracking_uri
 
 
 def test_the_database_is_at_the_root_of_the_real_repository(repo, monkeypatch):
@@ -87,3 +87,10 @@ def test_a_moved_checkout_takes_its_files_along(repo, tmp_path, monkeypatch, uri
     ]  # fmt: skip
     beside = new / "kept" if uri else new  # where the database is
     assert len(list(beside.glob("mlartifacts/**/note.txt"))) == 2
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there psutil is asked")
+def test_those_above_are_told_from_the_nearest_on():
+    above = processes._above()
+    assert above[0].pid == os.getppid()
+    assert [one.ppid() for one in above[:-1]] == [one.pid for one in above[1:]]

@@ -38,7 +38,7 @@ def dvc_identity() -> str | None:
     Told by its command line, else by DVC_ROOT, which dvc gives to what it starts and lacks itself.
     None too where that dvc was killed: then init, or what stands for it, is above instead.
     """
-    above = _above()
+    above = processes_above()
     for process in above:
         with suppress(psutil.Error):
             if is_dvc(process.cmdline()):
@@ -52,7 +52,7 @@ def dvc_identity() -> str | None:
     return None
 
 
-def _above() -> list[psutil.Process]:
+def processes_above() -> list[psutil.Process]:
     """The processes above this one, the nearest first."""
     process = psutil.Process()
     if os.name == "nt":  # a parent that has ended may have left its number to somebody else

@@ -91,6 +91,6 @@ def test_a_moved_checkout_takes_its_files_along(repo, tmp_path, monkeypatch, uri
 
 @pytest.mark.skipif(os.name == "nt", reason="there psutil is asked")
 def test_those_above_are_told_from_the_nearest_on():
-    above = processes._above()
+    above = processes.processes_above()
     assert above[0].pid == os.getppid()
     assert [one.ppid() for one in above[:-1]] == [one.pid for one in above[1:]]

@@ -77,12 +77,18 @@ class Others:
     def wait(self) -> None:
         """Until they have ended; what failed will run again, by itself.
 
-        Who interrupts this, when the stage itself is done, means what DVC would do next.
+        Who interrupts this, when the stage itself is done, means what DVC would do next. DVC may
+        not learn that it is done: a shell such as dash, which starts it, ends when interrupted.
         """
         began = time.monotonic()
         if self.process.poll() is None:
             signal.signal(signal.SIGINT, lambda *_: interrupt_execution(self.log.parent))
-            self._say(f"done; waiting for {self.stages}")
+            try:
+                keep_what_was_made(os.environ["DVC_STAGE"])
+                self._say(f"done and kept; waiting for {self.stages}")
+            except Exception as error:  # whatever it is, it is no reason to lose the stage
+                why = in_one_line(error)
+                self._say(f"done, but not kept yet: {why}; waiting for {self.stages}")
         if self.process.wait():
             last = self.log.read_text(errors="replace").strip().splitlines()[-1:]
             self._say(f"beside it not all of {self.stages} ended well, they run again: {last}")
@@ -127,6 +133,20 @@ def awaited(stage: Any) -> bool:
     """
     locked = all(bool(out.hash_info) for out in stage.outs)
     return locked and not stage.changed_stage() and bool(stage.deps_cached())
+
+
+def keep_what_was_made(name: str) -> None:
+    """Tell `dvc.lock` and DVC's cache what a stage made whose command has ended, as DVC does when
+    the whole command line of the stage has: whatever befalls this run, the next one has it."""
+    from dvc.repo import Repo
+
+    repo = Repo()
+    with repo.lock:
+        stage = repo.stage.load_one(name=name)
+        stage.save()
+        for out in stage.outs:  # `stage.commit` would wait for the DVC that runs this stage
+            out.commit()
+        stage.dump(update_pipeline=False)
 
 
 def reproduce(stages: Sequence[str]) -> None:

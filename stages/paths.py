@@ -28,3 +28,8 @@ def metrics(stage: str) -> Path:
 
 def curve(stage: str) -> Path:
     return ARTIFACTS / "plots" / f"{stage}.csv"
+
+
+def home(folder: Path, number: int) -> Path:
+    """Where a member of a population is kept; the first is the policy as it came."""
+    return folder / f"member_{number}"

@@ -5,14 +5,15 @@ find their common parent by a tag, under a file lock. Between two stages the par
 worst of its children, so an execution that stops early needs nobody to close it.
 
 - `stage_run`: what a stage logs with;
-- `journal`, `sender`, `delivery`: from there to disk, to a thread, to MLflow;
+- `journal`, `sender`, `service`, `delivery`: from there to disk, to a thread, to a process that has
+  MLflow, to MLflow;
 - `processes`: which `dvc` started this process, and whether it still lives;
 - `store`: where the database, the artifacts and the registry are.
 """
 
 from hamlet.tracking.delivery import EXECUTION, find_run
 from hamlet.tracking.processes import execution_key, identity, is_dead, is_dvc
-from hamlet.tracking.sender import send_waiting
+from hamlet.tracking.service import send_waiting
 from hamlet.tracking.stage_run import RUNS_DIR, StageRun, flatten, stage_run, user
 from hamlet.tracking.store import (
     CHAMPION,

@@ -44,7 +44,9 @@ class Sent:
 
 
 class Journal:
-    """The events of one run. Whoever has a Journal holds its lock: nobody else writes or sends it.
+    """The events of one run. Whoever has its lock lets nobody else write or send it.
+
+    Without a lock it is only read, for who has that.
 
     Attributes:
         header: of the run: key, stage, uri, experiment, params, tags, execution.
@@ -52,7 +54,7 @@ class Journal:
         logged: (metric, step) of what was logged before, which a resumed training logs again.
     """
 
-    def __init__(self, folder: Path, lock: FileLock) -> None:
+    def __init__(self, folder: Path, lock: FileLock | None = None) -> None:
         self.folder, self._lock = folder, lock
         self._writing = threading.Lock()
         self._count = 0
@@ -123,7 +125,8 @@ class Journal:
         """Let another process have it; `remove` once MLflow has all of it."""
         if remove:
             shutil.rmtree(self.folder, ignore_errors=True)
-        self._lock.release()
+        if self._lock:
+            self._lock.release()
         if remove:
             with suppress(OSError):
                 self.folder.with_suffix(".lock").unlink()

@@ -9,8 +9,8 @@ import time
 from typing import Any
 
 from hamlet.tracking import store
-from hamlet.tracking.delivery import bury, deliver
-from hamlet.tracking.journal import Journal, waiting
+from hamlet.tracking.journal import Journal
+from hamlet.tracking.service import Here, There, reach
 
 FLUSH_SECONDS = 5.0
 RETRY_SECONDS = 30.0  # between attempts at what does not answer, and how long a lock is waited for
@@ -38,9 +38,8 @@ class Sender(threading.Thread):
         self._attempts = 0
         self._sent = 0  # bytes of the journal
         self._answered = time.monotonic()
-        self._ready = False  # MLflow is imported, its client made
         self._waiting_sent = False
-        self._client: Any = None
+        self._mlflow: Here | There | None = None  # imported, its client made
         self._monitors = SystemMetrics()
 
     def run(self) -> None:
@@ -71,24 +70,22 @@ class Sender(threading.Thread):
             if self.error:
                 self.tell()
                 return
-            self._client = self._client or store.open_client()
-            self._ready = True
+            self._mlflow = self._mlflow or reach()
             self._beat()
             if values := self._monitors.sample():
                 self.journal.write({"metrics": values})
-            self.state = deliver(self.journal, self._client, self._beat)
+            self.state = self._mlflow.deliver(self.journal, self._beat)
             self._sent = self.state.offset
             self.error = ""
             if not self._waiting_sent:
                 self._waiting_sent = True
-                send_waiting(self._client, self.uri, self._beat)
+                for line in self._mlflow.send_waiting(self.uri, self._beat):
+                    print(line, file=sys.stderr, flush=True)
         except BaseException as error:  # whatever MLflow, SQLite or the disk say
             self.error = store.in_plain_words(
                 error if isinstance(error, Exception) else RuntimeError(repr(error))
             )
             self.state = self.journal.sent()
-            if self._client is not None:
-                store.forget_connections(self._client)
             if not self.busy():
                 self.tell()
 
@@ -127,10 +124,10 @@ class Sender(threading.Thread):
             now = time.monotonic()
             failed = self.error and not self.busy() and self._attempts > attempts
             server = self.uri.startswith("http")
-            slow = not self._ready or not (server or self.busy())
+            slow = self._mlflow is None or not (server or self.busy())
             limit = START_SECONDS if slow and patience else patience
             silent = now - max(began, self._answered) > SILENCE_SECONDS
-            hangs = self._ready and server and silent
+            hangs = self._mlflow and server and silent
             if failed or hangs or now - began > limit:
                 break
             with self._changed:
@@ -148,42 +145,6 @@ class Sender(threading.Thread):
             self._changed.notify_all()
         self.join(patience if done else 0.1)
         return done and self._sent == self.journal.size()
-
-
-def send_waiting(mlflow_client: Any, uri: str, beat: Any = lambda: None) -> int:
-    """Send what earlier stages could not, and end the runs of those that were killed."""
-    sent = 0
-    for journal in waiting():
-        try:
-            if journal.header["uri"] != uri:
-                journal.close()
-                continue
-            behind = journal.size() - journal.sent().offset
-            state = deliver(journal, mlflow_client, beat)
-            bury(journal, state, mlflow_client)
-            sent += behind > 0
-        except Exception as error:  # whatever MLflow, SQLite or the disk say
-            print(
-                f"warning: the run kept in {journal.folder} could not be sent "
-                f"({store.in_plain_words(error)}): it is tried again with the next stage",
-                file=sys.stderr,
-                flush=True,
-            )
-            journal.close()
-            continue
-        journal.close(remove=finished(journal))
-    if sent:
-        runs = "1 run that was" if sent == 1 else f"{sent} runs that were"
-        print(f"{runs} kept on disk went to {uri}", file=sys.stderr, flush=True)
-    return sent
-
-
-def finished(journal: Journal) -> bool:
-    """Whether a run ended well: nobody will go on with it."""
-    last: dict[str, Any] = {}
-    for event, _ in journal.events():
-        last = event
-    return "end" in last and last["end"][0] == "FINISHED"
 
 
 class SystemMetrics:

@@ -13,7 +13,7 @@ from mlflow.tracking import MlflowClient
 from tracked import children_of, mlflow_server, parent_of, python
 
 from hamlet import tracking
-from hamlet.tracking import sender, stage_run, tracking_uri
+from hamlet.tracking import sender, service, stage_run, tracking_uri
 
 
 @pytest.mark.slow
@@ -102,13 +102,13 @@ def test_a_stage_that_fails_waits_for_a_database_that_is_only_slow(
     """Each event takes longer than a failed stage would wait for a server that is silent."""
     monkeypatch.setattr(sender, "RETRY_SECONDS", 0.4)
     monkeypatch.setattr(sender, "SILENCE_SECONDS", 0.1)
-    deliver = sender.deliver
+    deliver = service.deliver
 
     def slowly(*given):
         time.sleep(0.5)
         return deliver(*given)
 
-    monkeypatch.setattr(sender, "deliver", slowly)
+    monkeypatch.setattr(service, "deliver", slowly)
     with pytest.raises(ZeroDivisionError), stage_run("slow") as run:
         run.metrics({"x": 1 / 0})
     assert "cannot be written" not in capsys.readouterr().err

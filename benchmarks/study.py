@@ -105,7 +105,7 @@ class RandomGoals(Policy):
 
     apart = False
 
-    def learned_logits(self, f: Features) -> Tensor:
+    def learned_logits(self, f: Features, places: Tensor | None = None) -> Tensor:
         return torch.zeros_like(f.rivals)
 
     def low_money_bias(self, known_state: Tensor) -> Tensor:
@@ -124,8 +124,8 @@ class Flat(Policy):
 
     apart = False
 
-    def learned_logits(self, f: Features) -> Tensor:
-        attended = super().learned_logits(f).softmax(-1)
+    def learned_logits(self, f: Features, places: Tensor | None = None) -> Tensor:
+        attended = super().learned_logits(f, places).softmax(-1)
         cells = self.cell_offsets(f)
         there = (-4 * cells.square().sum(0, True)).exp()
         facts = torch.cat([cells, self.offset_spread(f), there, self.posted_hours(f)])

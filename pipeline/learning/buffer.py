@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from tensordict import TensorDict
@@ -64,6 +64,13 @@ class RolloutBuffer:
             )
             chosen.data = flat.unflatten(0, slots.shape)
         return chosen
+
+    def replaced(self, work: Callable[[TensorDict], TensorDict]) -> RolloutBuffer:
+        """What `work` makes of what is kept, [T, S] each."""
+        assert self.data is not None
+        made = RolloutBuffer(self.ticks)
+        made.length, made.data = self.length, work(self.data)
+        return made
 
     def of_all_ranks(self) -> RolloutBuffer:
         """What the ranks keep, side by side, at every rank. All ranks call it."""

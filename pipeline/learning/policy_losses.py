@@ -26,6 +26,8 @@ from hamlet.params import PolicyParams
 FEATURES = tuple(f"f_{name}" for name in Features._fields)
 IMITATING = (*FEATURES, "active", "expert_goal", "expert_action")
 """Of the agents that deliberate, what imitation learns from,"""
+PLACES = "places"
+"""what is worked out of these for all epochs but the first,"""
 JUDGING = ("privileged", "returns")
 """and what values are learned from beside it, in its last part."""
 VALUING = ("active", "privileged", "value", "returns")
@@ -52,10 +54,21 @@ class PolicyLosses:
         device = next(critic.parameters()).device
         self.entropy_coef = torch.tensor(params.entropy, device=device)
 
+    @torch.no_grad()
+    def settle_places(self, data: TensorDict) -> dict[str, Tensor]:
+        """The facts of the places as the policy works them out now, for `imitate_goals`.
+
+        The few numbers by which it weighs what a place is worth learn from the first epoch; then
+        they stand still, as to take their gradient is half of the work of an update.
+        """
+        facts = self.policy.place_facts(features_of(data))
+        return {PLACES: facts.movedim(0, -2).contiguous()}
+
     def imitate_goals(self, batch: TensorDict) -> Told:
         """Cross-entropy with the teacher's goals."""
+        places = batch[PLACES].movedim(-2, 0) if PLACES in batch.keys() else None  # noqa: SIM118
         loss, told = imitation_loss(
-            self.policy.learned_logits(features_of(batch)),
+            self.policy.learned_logits(features_of(batch), places),
             batch["expert_goal"],
             batch["active"].float(),
         )

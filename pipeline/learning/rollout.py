@@ -140,7 +140,9 @@ def _learn(
     max_kl: float,
 ) -> Record:
     diagnostics: Record = {}
-    for _ in range(epochs):
+    for epoch in range(epochs):
+        if epoch == 1:
+            experience = [buffer.replaced(update.settled) for buffer in experience]
         parts = [buffer.minibatches(minibatches, generator) for buffer in experience]
         for batches in zip(*parts, strict=True):
             diagnostics = update(*batches)

@@ -147,16 +147,19 @@ def make_updates(
     choosing = [p for name, p in policy.named_parameters() if not name.startswith("controller.")]
     acting = [*policy.controller.parameters(), *critic.parameters()]
     precision = policy_precision(options, choosing[0].device)
-    parts: list[tuple[Any, list[Any]]] = [(losses.imitate, [*choosing, *acting])]
+    parts: list[tuple[Any, list[Any], Any]] = [(losses.imitate, [*choosing, *acting], None)]
     if policy.apart:
-        parts = [(losses.imitate_goals, choosing), (losses.imitate_actions, acting)]
+        parts = [
+            (losses.imitate_goals, choosing, losses.settle_places),
+            (losses.imitate_actions, acting, None),
+        ]
     imitation = Apart(
         *(
             Update(
                 loss, learned, learning_rate=params.imitation_learning_rate,
-                compile=options.update, precision=precision,
+                compile=options.update, precision=precision, settle=settle,
             )
-            for loss, learned in parts
+            for loss, learned, settle in parts
         )
     )  # fmt: skip
     critic_only = Update(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor, nn
 
 from hamlet.artifacts import HamletError, in_one_line
@@ -57,6 +58,7 @@ class Update:
             size runs eager and is counted in `off_graph_steps`.
         precision: autocast type of forward and loss; fp16 adds a gradient scaler.
         weight_decay: decoupled weight decay.
+        settle: what of a batch is worked out once for all epochs but the first, as more entries.
 
     Raises:
         ValueError: for CUDA graphs of what is not compiled.
@@ -73,6 +75,7 @@ class Update:
         cuda_graphs: bool = False,
         precision: Precision = "fp32",
         weight_decay: float = 0.0,
+        settle: Callable[[TensorDict], dict[str, Tensor]] | None = None,
     ) -> None:
         if cuda_graphs and not compile:
             raise ValueError("cuda_graphs: only a compiled loss is replayed: set compile too")
@@ -89,6 +92,7 @@ class Update:
         self._first = True
         self._lost_in_a_row = 0
         self._precision = precision
+        self._settle = settle
         self._eager = loss
         self._loss = loss
         if compile:
@@ -185,6 +189,10 @@ class Update:
             self.optimizer.step()
         return norm
 
+    def settled(self, data: TensorDict) -> TensorDict:
+        """What all epochs but the first learn from."""
+        return data.copy().update(self._settle(data)) if self._settle else data
+
     def part_of(self, rank: int, ranks: int) -> Update:
         """What this rank does of it where each learns by itself: all of it, as the others do."""
         return self
@@ -252,6 +260,12 @@ class Apart:
     def set_learning_rate(self, rate: float) -> None:
         for update in self.updates:
             update.set_learning_rate(rate)
+
+    def settled(self, data: TensorDict) -> TensorDict:
+        """As `Update.settled`."""
+        for update in self.updates:
+            data = update.settled(data)
+        return data
 
     def part_of(self, rank: int, ranks: int) -> Apart:
         """The updates that this rank takes where each learns by itself."""

@@ -188,11 +188,16 @@ class Policy(nn.Module):
         low = columns(known_state, [self.money, self.energy]) < limits
         return torch.where(low.all(-1, keepdim=True), self.low_money_biases, 0.0)
 
-    def learned_logits(self, f: Features) -> Tensor:
-        """float32 [., G] the goals as imitation and PPO taught them."""
+    def learned_logits(self, f: Features, places: Tensor | None = None) -> Tensor:
+        """float32 [., G] the goals as imitation and PPO taught them.
+
+        Args:
+            places: `place_facts` of the same, where they are known.
+        """
         elsewhere = self._pursued(f)[..., self.shape.num_affordances :]
         base = torch.cat([*self.own_facts(f), elsewhere], -1)
-        return soft_cap(self.goal_prior(base, self.place_facts(f)))
+        places = self.place_facts(f) if places is None else places
+        return soft_cap(self.goal_prior(base, places))
 
     def goal_logits(
         self, prior: Tensor, candidates: Tensor, returns: Tensor, confidence: Tensor

@@ -13,6 +13,7 @@ from hamlet.learning.policy_losses import (
     FEATURES,
     IMITATING,
     JUDGING,
+    PLACES,
     THINKING,
     VALUING,
     PolicyLosses,
@@ -25,8 +26,15 @@ CLIP, KICKSTART, ENTROPY = 0.2, 0.3, 0.05
 class Choosing:
     """A policy whose logits are read from the features; no two of them are the same tensor."""
 
-    def learned_logits(self, f):
-        return f.mean
+    worth = torch.tensor(0.0, requires_grad=True)
+
+    def place_facts(self, f):
+        """[facts, ., places]"""
+        return torch.stack([f.mean, f.mean.square()]) * self.worth
+
+    def learned_logits(self, f, places=None):
+        places = self.place_facts(f) if places is None else places
+        return f.mean + places[0] + 2 * places[1].roll(1, -1)
 
     def low_money_bias(self, known_state):
         return known_state
@@ -106,6 +114,25 @@ def test_imitation_learns_the_experts_goal():
     assert loss.item() == pytest.approx(goal, rel=1e-5)
     agree = [r["f_mean"].index(max(r["f_mean"])) == r["expert_goal"] for r in rows]
     assert told["goal_agreement"].item() == pytest.approx(mean(agree))
+
+
+def test_settled_places_give_the_same_loss_and_no_gradient_to_what_weighs_them():
+    policy, data = Choosing(), batch(IMITATING)
+    policy.worth = torch.tensor(0.7, requires_grad=True)
+    learning = PolicyLosses(policy, Summing(), SimpleNamespace(entropy=ENTROPY))
+    fresh, told = learning.imitate_goals(data)
+    assert fresh.requires_grad
+    found = learning.settle_places(data)
+    assert found.keys() == {PLACES}
+    assert found[PLACES].shape == (ROWS, 2, GOALS)
+    order = torch.arange(ROWS).flip(0)  # as minibatches take them
+    settled, told_again = learning.imitate_goals(data.update(found)[order])
+    assert not settled.requires_grad
+    assert settled.item() == pytest.approx(fresh.item(), rel=1e-6)
+    assert told_again == told
+    policy.worth = torch.tensor(-3.0)
+    assert learning.imitate_goals(data.select(*IMITATING))[0].item() != pytest.approx(fresh.item())
+    assert learning.imitate_goals(data)[0].item() == pytest.approx(fresh.item(), rel=1e-6)
 
 
 def test_imitation_learns_the_experts_action_for_its_goal_and_the_returns_where_there_are_any():

@@ -10,7 +10,7 @@ import torch
 from hamlet.learning import compiling
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.rollout import collect, evaluate, fused_step, learn
-from hamlet.learning.update import Update
+from hamlet.learning.update import Apart, Update
 from hamlet.town import Scripted, Town, load_pack
 
 LIFE = 40
@@ -246,12 +246,52 @@ def test_an_update_is_given_a_minibatch_of_every_buffer():
         few.add({"x": torch.arange(3) + 3 * t})
     given = []
 
-    def update(of_many, of_few):
-        given.append((of_many["x"].tolist(), of_few["x"].tolist()))
-        return {"loss": torch.zeros(())}
+    class Giving:
+        def __call__(self, of_many, of_few):
+            given.append((of_many["x"].tolist(), of_few["x"].tolist()))
+            return {"loss": torch.zeros(())}
 
-    learn(update, [many, few], 2, 3, torch.Generator().manual_seed(0))
+        def settled(self, data):
+            return data
+
+    learn(Giving(), [many, few], 2, 3, torch.Generator().manual_seed(0))
     assert [(len(a), len(b)) for a, b in given] == [(4, 2)] * 6
     for epoch in (given[:3], given[3:]):
         for side, rows in ((0, 12), (1, 6)):
             assert sorted(x for pair in epoch for x in pair[side]) == list(range(rows))
+
+
+def test_what_settles_does_so_after_the_first_epoch_and_stands_still():
+    """It is worked out of all rows, with what the first epoch taught, for the update that asked."""
+    buffer, weight, other = RolloutBuffer(2), torch.zeros(1, requires_grad=True), torch.ones(1)
+    other.requires_grad_()
+    for t in range(2):
+        buffer.add({"x": torch.arange(3.0) + 3 * t})
+    seen, settled = [], []
+
+    def settle(data):
+        settled.append(weight.item())
+        return {"sum": data["x"] + weight.detach()}
+
+    def loss(batch):
+        seen.append(batch)
+        return -weight.sum(), {}
+
+    def another(batch):
+        return other.square().sum(), {}
+
+    asking = Update(loss, [weight], learning_rate=0.1, settle=settle)
+    both = Apart(asking, Update(another, [other], learning_rate=0.1))
+    learn(both, [buffer], 3, 2, torch.Generator().manual_seed(0))
+    assert settled == [pytest.approx(0.2, rel=1e-3)], "after the two steps of the first epoch"
+    assert [len(batch.keys()) == 2 for batch in seen] == [False] * 2 + [True] * 4
+    for batch in seen[2:]:
+        assert torch.equal(batch["sum"], batch["x"] + settled[0])
+    for epoch in (seen[:2], seen[2:4], seen[4:]):
+        assert sorted(torch.cat([b["x"] for b in epoch]).tolist()) == [0.0, 1, 2, 3, 4, 5]
+    assert list(buffer.data.keys()) == ["x"]
+    # A rank that learns the other one by itself works nothing out.
+    learn(both.part_of(1, 2), [buffer], 2, 2, torch.Generator().manual_seed(0))
+    assert len(settled) == 1
+    learn(both.part_of(0, 2), [buffer], 2, 2, torch.Generator().manual_seed(0))
+    assert len(settled) == 2

@@ -3,15 +3,18 @@
 A new version becomes champion if it passes its gate and is no worse than the one that is, in the
 same held-out cases. A version that the registry has already never moves the alias: it is the user's
 to hold. A summary comes last. DVC runs this stage every time, also when every other one came from
-its cache; it does nothing but look unless the registry lacks one of the two. It never imports
-PyTorch.
+its cache; it does nothing but look unless the registry lacks one of the two, and not even that
+where nothing has changed since it last looked. It never imports PyTorch.
 """
 
 import csv
+import json
+import os
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -67,11 +70,11 @@ def main() -> None:
         first, second = candidates
         write_json(metrics("register"), judged(first) | {"prover": judged(second)})
         try:
-            found = register(params, candidates)
+            look = last_look(candidates) or keep_look(candidates, register(params, candidates))
         except HamletError:
             summary(candidates, None)
             raise
-        summary(candidates, found)
+        summary(candidates, look)
         where_time_went()
 
 
@@ -191,6 +194,58 @@ def register(params: Params, candidates: list[Candidate]) -> list[Registered]:
         raise tracking.no_registry(error) from error
 
 
+class Look(NamedTuple):
+    """What the registry held when it was looked at.
+
+    Attributes:
+        experiment: the number of the experiment with the runs.
+    """
+
+    found: list[Registered]
+    experiment: str
+
+
+def last_look(candidates: list[Candidate]) -> Look | None:
+    """What was found last time; None unless a database of our own and the files in it are as they
+    were then. It spares MLflow's import, most of what this stage takes when there is nothing to do.
+    """
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        seen = json.loads(_seen().read_text(encoding="utf-8"))
+        state = _state(candidates)
+        if state and seen["state"] == state and all(Path(f).is_file() for f in seen["files"]):
+            return Look([Registered(*one) for one in seen["found"]], seen["experiment"])
+    return None
+
+
+def keep_look(candidates: list[Candidate], found: list[Registered]) -> Look:
+    """What was found now; kept for the next time, when none of it is new any more."""
+    client = tracking.client()
+    look = Look(found, tracking.experiment_id(client))
+    held = [client.get_model_version(c.model, str(f.version)) for c, f in zip(candidates, found)]
+    files = [tracking.path_of(client, version) for version in held]
+    if all(files):
+        known = [one._replace(new=False, why="") for one in found]
+        kept = {"state": _state(candidates), "files": [str(path) for path in files], "found": known}
+        write_json(_seen(), {**kept, "experiment": look.experiment})
+    return look
+
+
+def _seen() -> Path:
+    return tracking.repo_root() / "checkpoints" / "registered.json"
+
+
+def _state(candidates: list[Candidate]) -> str:
+    """A hash of all that `last_look` depends on; empty where it cannot be told: elsewhere than in a
+    file, or while something waits to be sent."""
+    file, uri = tracking.database(), tracking.tracking_uri()
+    if file is None or tracking.registry_uri() != uri or any(tracking.unsent().glob("*/")):
+        return ""
+    stat = file.stat()
+    when = [uri, stat.st_ino, stat.st_size, stat.st_mtime_ns]
+    where = [tracking.experiment_name(), os.environ.get("MLFLOW_EXPERIMENT_ID")]
+    return sha256_json([when, where, [c.card["sha256"] for c in candidates]])
+
+
 def _logged(client: Any, params: Params, candidates: list[Candidate]) -> list[Registered]:
     with stage_run("register", params) as run:
         for candidate in candidates:
@@ -218,11 +273,11 @@ def _logged(client: Any, params: Params, candidates: list[Candidate]) -> list[Re
 # The summary
 
 
-def summary(candidates: list[Candidate], found: list[Registered] | None) -> None:
+def summary(candidates: list[Candidate], look: Look | None) -> None:
     """Print the end of `dvc repro`: scores against the baselines and where everything is.
 
     Args:
-        found: what the registry holds, None if it could not be reached.
+        look: what the registry holds, None if it could not be reached.
     """
     scores, ranked = (candidate.scores for candidate in candidates)
     console = Console(highlight=False, soft_wrap=True)
@@ -243,11 +298,11 @@ def summary(candidates: list[Candidate], found: list[Registered] | None) -> None
         learnt, plain = ranked["mrr_all"], ranked["symbolic_mrr_all"]
         console.print(f"prover: MRR {learnt:.3f} over all entities (symbolic baseline {plain:.3f})")
     console.print()
-    for candidate, now in zip(candidates, found or ()):
+    for candidate, now in zip(candidates, look.found if look else ()):
         text, style = verdict(candidate, now)
         console.print(text, style=style)
     places = [("ONNX file", AGENT), ("report", REPORT), ("episode", EPISODE)]
-    for what, where in [*places, *(_page() if found is not None else ())]:
+    for what, where in [*places, *(_page(look.experiment) if look else ())]:
         console.print(f"{what:<10} {where}")
 
 
@@ -273,10 +328,9 @@ def verdict(candidate: Candidate, now: Registered) -> tuple[str, str]:
     return f"{title}, is not champion, version {now.champion} is ({by_hand})", "yellow"
 
 
-def _page() -> list[tuple[str, str]]:
+def _page(number: str) -> list[tuple[str, str]]:
     """The command that opens MLflow, and the page with the runs."""
     uri = tracking.tracking_uri()
-    number = tracking.experiment_id(tracking.client())
     if uri.startswith("http"):
         return [("MLflow", f"{uri.rstrip('/')}/#/experiments/{number}/runs")]
     file = tracking.database()

@@ -12,6 +12,7 @@ worst of its children, so an execution that stops early needs nobody to close it
 """
 
 from hamlet.tracking.delivery import EXECUTION, find_run
+from hamlet.tracking.journal import unsent
 from hamlet.tracking.processes import execution_key, identity, is_dead, is_dvc
 from hamlet.tracking.service import send_waiting
 from hamlet.tracking.stage_run import RUNS_DIR, StageRun, flatten, stage_run, user
@@ -28,6 +29,7 @@ from hamlet.tracking.store import (
     file_of,
     log_file,
     no_registry,
+    path_of,
     read_file,
     registry_uri,
     repo_root,
@@ -57,6 +59,7 @@ __all__ = [
     "is_dvc",
     "log_file",
     "no_registry",
+    "path_of",
     "read_file",
     "registry_uri",
     "repo_root",
@@ -64,5 +67,6 @@ __all__ = [
     "stage_run",
     "tracking_lock",
     "tracking_uri",
+    "unsent",
     "user",
 ]

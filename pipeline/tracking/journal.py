@@ -165,11 +165,12 @@ def open_journal(stage: str, work: Any) -> Journal:
 
 
 def _roots() -> Iterator[Path]:
-    yield _root()
+    yield unsent()
     yield Path(tempfile.mkdtemp(prefix="hamlet-unsent-"))  # where the repository is read-only
 
 
-def _root() -> Path:
+def unsent() -> Path:
+    """The folder of the journals."""
     return repo_root() / FOLDER
 
 
@@ -215,7 +216,7 @@ def waiting() -> Iterator[Journal]:
 
     The caller closes each.
     """
-    for folder in sorted(_root().glob("*/"), key=_last_change):
+    for folder in sorted(unsent().glob("*/"), key=_last_change):
         with suppress(OSError):
             journal = _locked(folder)
             if journal is None:

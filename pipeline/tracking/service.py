@@ -28,7 +28,7 @@ from filelock import FileLock
 from hamlet.artifacts import sha256_json
 from hamlet.tracking import store
 from hamlet.tracking.delivery import bury, deliver
-from hamlet.tracking.journal import FOLDER, Journal, Sent, waiting
+from hamlet.tracking.journal import Journal, Sent, unsent, waiting
 from hamlet.tracking.processes import GRACE_SECONDS, WATCH_SECONDS, dvc_identity, is_dead
 
 Beat = Callable[[], None]
@@ -70,7 +70,7 @@ class There:
     def __init__(self, dvc: str) -> None:
         mlflow = {name: value for name, value in os.environ.items() if name.startswith("MLFLOW_")}
         name = sha256_json([dvc, mlflow])[:16]
-        self._dvc, self._file = dvc, store.repo_root() / FOLDER / f"service-{name}.json"
+        self._dvc, self._file = dvc, unsent() / f"service-{name}.json"
         self._connection: Connection | None = None
         self._here: Here | None = None
         self._ask("open", None, lambda: None)

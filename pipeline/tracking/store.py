@@ -280,8 +280,8 @@ def champion(mlflow_client: Any, model: str = MODEL) -> Any:  # mlflow's ModelVe
         raise
 
 
-def file_of(mlflow_client: Any, model_version: Any) -> bool | None:
-    """Whether a version's ONNX file exists; None where it is not on this machine."""
+def path_of(mlflow_client: Any, model_version: Any) -> Path | None:
+    """Where a version's ONNX file is; None where it is not on this machine."""
     kind, _, model_id = model_version.source.partition(":/")
     if kind != "models":
         return None
@@ -291,4 +291,10 @@ def file_of(mlflow_client: Any, model_version: Any) -> bool | None:
         place = local_place(mlflow_client.get_logged_model(model_id).artifact_location)
     except MlflowException:  # the registry is not the tracking server's own
         return None
-    return None if place is None else (place / "model.onnx").is_file()
+    return place and place / "model.onnx"
+
+
+def file_of(mlflow_client: Any, model_version: Any) -> bool | None:
+    """Whether a version's ONNX file exists; None where it is not on this machine."""
+    path = path_of(mlflow_client, model_version)
+    return None if path is None else path.is_file()

@@ -110,7 +110,7 @@ def load_champion() -> onnx.ModelProto:
 
 STAGE = (
     "import runpy, sys; runpy.run_module('stages.register', run_name='__main__'); "
-    "assert 'torch' not in sys.modules"
+    "assert 'torch' not in sys.modules; print('imported:', *{'mlflow'} & set(sys.modules))"
 )
 
 
@@ -124,11 +124,13 @@ def start_stage(execution: str) -> subprocess.Popen:
     )
 
 
-def run_stage(execution: str) -> str:
+def run_stage(execution: str) -> tuple[str, set[str]]:
+    """What the stage says, and whether it has imported MLflow (PyTorch never)."""
     process = start_stage(execution)
     out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "")
-    return out
+    said, _, imported = out.partition("imported:")
+    return said, set(imported.split())
 
 
 def play(model: str | bytes) -> list[np.ndarray]:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 from pathlib import Path
 
 import mlflow
@@ -202,9 +201,36 @@ def test_two_processes_make_one_version(repo):
     assert champion() == 1
 
 
-def test_nothing_to_do_is_quick_and_without_torch(repo):
+def test_nothing_to_do_imports_neither_pytorch_nor_mlflow(repo):
     register.main()
-    began = time.monotonic()
-    run_stage("later")
-    print(f"nothing to do took {time.monotonic() - began:.1f} s")
+    told, imported = run_stage("later")
+    assert imported == set()
+    assert "hamlet-agent version 1, is the champion" in told
+    assert "/#/experiments/1/runs" in told
     assert len(runs()) == 2
+
+
+def test_what_somebody_changed_since_is_looked_at(repo, capsys, tmp_path):
+    register.main()
+    tracking.client().delete_registered_model_alias("hamlet-agent", "champion")
+    capsys.readouterr()
+    register.main()
+    out = capsys.readouterr().out
+    assert "hamlet-agent version 1, is not champion: nobody is" in out
+    assert "hamlet-prover version 1, is the champion" in out
+    registry.promote("hamlet-agent", 1)
+    register.main()
+    assert "hamlet-agent version 1, is the champion\n" in capsys.readouterr().out
+    # The file of one of both is gone, or what a killed stage logged waits to be sent.
+    assert run_stage("one")[1] == set()
+    waits = tracking.unsent() / "waits"
+    waits.mkdir(parents=True)
+    assert run_stage("two")[1] == {"mlflow"}
+    assert run_stage("three")[1] == set()
+    kept = json.loads((repo / "checkpoints/registered.json").read_text())
+    agent, prover = map(Path, kept["files"])
+    prover.rename(tmp_path / "away")
+    capsys.readouterr()
+    register.main()
+    assert "the file of hamlet-prover version 1 is gone" in capsys.readouterr().err
+    assert agent.is_file()

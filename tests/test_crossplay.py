@@ -31,6 +31,7 @@ def seating(town, who):
     return lambda first, last: Characters(Scripted(town, [who], 0), first, last)
 
 
+@pytest.mark.slow
 def test_who_plays_better_gets_more_beside_anyone(brief):
     town = make_town(brief)
     agents = {"good": seating(town, "expert"), "bad": seating(town, "random")}

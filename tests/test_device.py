@@ -106,7 +106,14 @@ def done(tmp_path_factory) -> Iterator[Emulated]:
         process.kill()
 
 
-@pytest.mark.parametrize("name", ["perception", "world_model", "social", "policy", "prover"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("perception", "world_model", "policy")),
+        "social",
+        "prover",
+    ],
+)
 def test_training_on_a_gpu_measures_what_it_does_on_the_cpu(done, name):
     ours, theirs = (dict(numbers(done[name][device])) for device in ("cpu", "gpu"))
     for name in ours:
@@ -352,6 +359,7 @@ def test_a_rollout_with_the_mind_is_measured():
     assert gpu.mind_speed(setting, "eager", 8, 0.01, lambda: None) > 0
 
 
+@pytest.mark.slow
 def test_a_measure_of_its_own_process_waits_for_its_turn(monkeypatch):
     monkeypatch.setenv("HAMLET_DEVICE", "cpu")
     asked = gpu.Asked("town", "eager", 2, 0.01)

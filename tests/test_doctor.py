@@ -130,7 +130,10 @@ def test_without_git_the_fix_is_named_and_mends_it(repo):
 
 @pytest.mark.parametrize(
     ("file", "left"),
-    [(".dvc/tmp/rwlock", ""), ("dvc.lock", "schema: '2.0'\nstages:\n  one:\n")],
+    [
+        (".dvc/tmp/rwlock", ""),
+        pytest.param("dvc.lock", "schema: '2.0'\nstages:\n  one:\n", marks=pytest.mark.slow),
+    ],
 )
 def test_what_a_killed_dvc_leaves_half_written_is_named_and_mended(repo, file, left):
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]

@@ -108,6 +108,7 @@ class Recall:
         return self._show() if self.tick == 4 else blank, reward, ended, ~ended & ended, {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lstm_ppo", "recurrent_dqn"])
 def test_a_recurrent_peer_learns_what_only_memory_can_tell(kind, threads):
     torch.set_num_threads(threads)

@@ -64,6 +64,7 @@ def trained(checkpoint: str, shard: bool, stop: int = STEPS) -> dict[str, torch.
     return {**model.state_dict(), "losses": torch.stack(log.losses)}
 
 
+@pytest.mark.slow
 def test_two_ranks_that_share_the_weights_are_one_process(ranks, tmp_path):
     torch.set_num_threads(1)
     alone = trained(str(tmp_path / "alone.pt"), True)

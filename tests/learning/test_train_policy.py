@@ -229,6 +229,7 @@ def test_the_expert_hands_over_world_by_world_evenly():
     assert not driven.any()
 
 
+@pytest.mark.slow
 def test_the_expert_goes_on_teaching_while_ppo_runs(tmp_path):
     """PPO that is told the expert's goals comes to choose them; PPO alone does not."""
     town = Town(load_pack("l4_contention"), num_layouts=8)

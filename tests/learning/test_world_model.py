@@ -205,6 +205,7 @@ def test_rules_are_learned_and_held_out_worlds_are_predicted(shape, lived, tmp_p
     assert numbers["continue_auroc"] > 0.9
 
 
+@pytest.mark.slow
 def test_a_toss_is_expected_in_the_mean_and_doubted(shape, tmp_path):
     """Half of all uses are refused: the rule is still learned whole, its effect expected by half,
     and confidence is lower than where nothing is tried."""
@@ -226,6 +227,7 @@ def test_a_toss_is_expected_in_the_mean_and_doubted(shape, tmp_path):
     assert confidence[used].mean() < confidence[~used].mean() - 0.2
 
 
+@pytest.mark.slow
 def test_the_ticks_of_a_use_are_told_apart(shape, tmp_path):
     """Of three ticks only the last feeds. Fed its own predictions from the beginning, a model may
     take the second for the third, see that confirmed, and never learn better."""

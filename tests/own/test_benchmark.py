@@ -311,7 +311,11 @@ def test_end_to_end_a_loss_reaches_what_was_seen_earlier_in_the_same_life_only(t
 
 @pytest.mark.parametrize(
     ("how", "ticks", "most", "least"),
-    [("now", 4096, 0.7, 0.3), ("stacked", 8192, 1.0, 0.95), ("end to end", 3072, 1.0, 0.9)],
+    [
+        ("now", 4096, 0.7, 0.3),
+        pytest.param("stacked", 8192, 1.0, 0.95, marks=pytest.mark.slow),
+        pytest.param("end to end", 3072, 1.0, 0.9, marks=pytest.mark.slow),
+    ],
 )
 def test_a_hint_of_the_first_tick_is_used_by_who_can_remember_it(how, ticks, most, least):
     """The staged agent's is `test_own_learning.py`'s. Who does not remember earns half."""

@@ -276,6 +276,7 @@ def test_yesterdays_expert_is_the_expert_until_something_changes():
     pytest.fail("nothing that changed mattered")
 
 
+@pytest.mark.slow
 def test_what_is_hidden_costs_on_the_scarce_pack():
     """The first 180 ticks of a life; how much it costs is for benchmarks.discriminate to tell."""
     pack = load_pack("l7_scarce").model_copy(update={"lifespan": 180})

@@ -183,12 +183,21 @@ def test_when_it_fails_what_runs_beside_it_ends(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(CORES < 2, reason="there is one core: nothing runs beside anything")
-@pytest.mark.parametrize("shell", ["/bin/sh", "/bin/bash"])
-def test_interrupted_while_it_waits_it_is_kept_and_nothing_more_begins(tmp_path, shell):
+@pytest.mark.parametrize(
+    ("shell", "locked"), [("/bin/sh", False), ("/bin/sh", True), ("/bin/bash", False)]
+)
+def test_interrupted_while_it_waits_it_is_kept_and_nothing_more_begins(tmp_path, shell, locked):
     if not Path(shell).exists():
         pytest.skip(f"there is no {shell}")
-    repo = Repo(tmp_path, a=f"{WITH_B}|.1 0", b=f"{WORKS}|60 0")
+    repo = Repo(tmp_path, a=f"{WITH_B}|.1 0", b=f"{WORKS}|.1 0")
     repo.env["SHELL"] = shell  # DVC starts stages with it; dash dies when interrupted, bash waits
+    if locked:  # the lock names all that a made, as in a fresh clone, whose cache is empty
+        assert repo.repro()[0] == 0
+        for name in ("a", "a.run", "b", "b.run", "ran"):
+            (tmp_path / name).unlink()
+        shutil.rmtree(tmp_path / ".dvc" / "cache")
+    text = (tmp_path / "dvc.yaml").read_text()
+    (tmp_path / "dvc.yaml").write_text(text.replace(" b .1 0", " b 60 0"))
     said, ran = tmp_path / "said", tmp_path / "ran"
     command = [sys.executable, "-m", "dvc", "repro"]
     with said.open("w") as out, subprocess.Popen(

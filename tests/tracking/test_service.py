@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -13,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 from tracked import ROOT, children_of, parent_of
+
+from hamlet.tracking import identity
 
 DVC = """
 import os, subprocess, sys
@@ -125,6 +129,24 @@ def test_one_process_has_mlflow_and_the_stages_do_not(here, client, dvc):
 
 
 @pytest.mark.slow
+def test_what_a_killed_one_left_is_cleared_away_and_nothing_else(here, dvc):
+    folder = here / "mlflow.db.unsent"
+    folder.mkdir(exist_ok=True)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    dead, living = f"{socket.gethostname()} {gone.pid} 1", identity()
+    gone.wait()
+    for name, of in (("dead", dead), ("living", living)):
+        (folder / f"service-{name}.json").write_text(json.dumps({"dvc": of}))
+        (folder / f"service-{name}.lock").touch()
+    assert dvc(work("clearing")).wait(120) == 0
+    left = {path.stem for path in folder.glob("service-*")}
+    assert "service-dead" not in left
+    for kind in ("json", "lock"):
+        (folder / f"service-living.{kind}").unlink()
+    assert none_left(here)
+
+
+@pytest.mark.slow
 def test_stages_at_the_same_time_share_it(here, client, dvc):
     both = BOTH.replace("CODES", repr([work("one"), work("two")]))
     process, most = dvc(both, "import time; time.sleep(1)"), 0
@@ -174,9 +196,8 @@ def test_what_is_wrong_is_told_by_the_stage(here, dvc, tmp_path):
 def test_it_ends_with_a_dvc_that_is_killed(here, dvc):
     process = dvc(work("long", LONG))
     assert process.stdout.readline() == "sent\n"
-    (service,) = services(here)
     process.kill()
     process.wait()
     time.sleep(1.0)
-    assert service.is_running(), "a stage of it has yet to say how it went"
+    assert services(here), "a stage of it has yet to say how it went"
     assert none_left(here)

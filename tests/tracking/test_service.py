@@ -196,6 +196,8 @@ def test_what_is_wrong_is_told_by_the_stage(here, dvc, tmp_path):
 def test_it_ends_with_a_dvc_that_is_killed(here, dvc):
     process = dvc(work("long", LONG))
     assert process.stdout.readline() == "sent\n"
+    (service,) = services(here)
+    assert os.getsid(service.pid) == service.pid, "Ctrl-C reaches the stages, which go on logging"
     process.kill()
     process.wait()
     time.sleep(1.0)

@@ -70,7 +70,7 @@ def main() -> None:
         first, second = candidates
         write_json(metrics("register"), judged(first) | {"prover": judged(second)})
         try:
-            look = last_look(candidates) or keep_look(candidates, register(params, candidates))
+            look = last_look(candidates) or register(params, candidates)
         except HamletError:
             summary(candidates, None)
             raise
@@ -170,7 +170,18 @@ def gate_prover(scores: Mapping[str, Any]) -> list[str]:
 # The registry
 
 
-def register(params: Params, candidates: list[Candidate]) -> list[Registered]:
+class Look(NamedTuple):
+    """What the registry held when it was looked at.
+
+    Attributes:
+        experiment: the number of the experiment with the runs.
+    """
+
+    found: list[Registered]
+    experiment: str
+
+
+def register(params: Params, candidates: list[Candidate]) -> Look:
     """Make sure that the registry holds these; only a version that is new may claim the alias.
 
     Raises:
@@ -186,23 +197,14 @@ def register(params: Params, candidates: list[Candidate]) -> list[Registered]:
         if idle:
             tracking.send_waiting(client, tracking.tracking_uri())
         if idle and all(found):
-            return [known_version(client, c, n) for c, n in zip(candidates, found) if n is not None]
-        return _logged(client, params, candidates)
+            held = [known_version(client, c, n) for c, n in zip(candidates, found) if n is not None]
+        else:
+            held = _logged(client, params, candidates)
+        return keep_look(client, candidates, held)
     except HamletError:
         raise
     except Exception as error:  # whatever MLflow, SQLite or the disk say
         raise tracking.no_registry(error) from error
-
-
-class Look(NamedTuple):
-    """What the registry held when it was looked at.
-
-    Attributes:
-        experiment: the number of the experiment with the runs.
-    """
-
-    found: list[Registered]
-    experiment: str
 
 
 def last_look(candidates: list[Candidate]) -> Look | None:
@@ -217,15 +219,15 @@ def last_look(candidates: list[Candidate]) -> Look | None:
     return None
 
 
-def keep_look(candidates: list[Candidate], found: list[Registered]) -> Look:
+def keep_look(client: Any, candidates: list[Candidate], found: list[Registered]) -> Look:
     """What was found now; kept for the next time, when none of it is new any more."""
-    client = tracking.client()
+    state = _state(candidates)  # of before what is kept is read: nobody's change falls between
     look = Look(found, tracking.experiment_id(client))
+    known = [known_version(client, c, f.version) for c, f in zip(candidates, found)]
     held = [client.get_model_version(c.model, str(f.version)) for c, f in zip(candidates, found)]
     files = [tracking.path_of(client, version) for version in held]
-    if all(files):
-        known = [one._replace(new=False, why="") for one in found]
-        kept = {"state": _state(candidates), "files": [str(path) for path in files], "found": known}
+    if state and all(files):
+        kept = {"state": state, "found": known, "files": [str(path) for path in files]}
         write_json(_seen(), {**kept, "experiment": look.experiment})
     return look
 
@@ -236,9 +238,11 @@ def _seen() -> Path:
 
 def _state(candidates: list[Candidate]) -> str:
     """A hash of all that `last_look` depends on; empty where it cannot be told: elsewhere than in a
-    file, or while something waits to be sent."""
+    file, while something waits to be sent, or where SQLite keeps a file of changes beside it."""
     file, uri = tracking.database(), tracking.tracking_uri()
     if file is None or tracking.registry_uri() != uri or any(tracking.unsent().glob("*/")):
+        return ""
+    if Path(f"{file}-wal").exists():
         return ""
     stat = file.stat()
     when = [uri, stat.st_ino, stat.st_size, stat.st_mtime_ns]

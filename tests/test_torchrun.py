@@ -10,7 +10,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -259,7 +261,9 @@ def test_what_goes_wrong_under_stages_ranks_is_told_without_torchruns_page(copy)
     assert line.startswith("social: params.yaml: `social.steps` is -1")
 
 
-def test_an_interrupt_of_stages_ranks_loses_nothing(copy):
+@contextmanager
+def training(copy) -> Iterator[subprocess.Popen[str]]:
+    """`social` on the ranks of `stages.ranks`, when it has kept a first checkpoint."""
     copy.set("social", "steps", 4000)
     saving = Path(__file__).parent / "tracking" / "saving"  # at every step
     copy.env["PYTHONPATH"] = f"{saving}{os.pathsep}{copy.env['PYTHONPATH']}"
@@ -271,9 +275,25 @@ def test_an_interrupt_of_stages_ranks_loses_nothing(copy):
             assert run.poll() is None
             assert time.monotonic() < until, "no checkpoint"
             time.sleep(0.1)
+        yield run
+
+
+def test_an_interrupt_of_stages_ranks_loses_nothing(copy):
+    with training(copy) as run:
         run.send_signal(signal.SIGTERM)
         _, said = run.communicate(timeout=60)
     assert run.returncode == 143
     assert re.search(r"social was interrupted: the checkpoint in checkpoints/\S+ is kept", said)
     assert "Traceback" not in said
+    assert list((copy.path / "checkpoints").glob("social-*/checkpoint.pt"))
+
+
+def test_a_rank_that_is_killed_ends_the_other_and_is_told_by_the_exit_code(copy):
+    with training(copy) as run:
+        ranks = psutil.Process(run.pid).children(recursive=True)
+        ranks = [one for one in ranks if "-m" in one.cmdline() and "stages.social" in one.cmdline()]
+        ranks[-1].kill()
+        run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGKILL
+    assert not psutil.wait_procs(ranks, timeout=5)[1]
     assert list((copy.path / "checkpoints").glob("social-*/checkpoint.pt"))

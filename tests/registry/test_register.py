@@ -227,6 +227,10 @@ def test_what_somebody_changed_since_is_looked_at(repo, capsys, tmp_path):
     waits.mkdir(parents=True)
     assert run_stage("two")[1] == {"mlflow"}
     assert run_stage("three")[1] == set()
+    beside = Path(f"{tracking.database()}-wal")  # SQLite's, where it is told to keep one
+    beside.touch()
+    assert run_stage("four")[1] == {"mlflow"}
+    beside.unlink(missing_ok=True)
     kept = json.loads((repo / "checkpoints/registered.json").read_text())
     agent, prover = map(Path, kept["files"])
     prover.rename(tmp_path / "away")
@@ -234,3 +238,32 @@ def test_what_somebody_changed_since_is_looked_at(repo, capsys, tmp_path):
     register.main()
     assert "the file of hamlet-prover version 1 is gone" in capsys.readouterr().err
     assert agent.is_file()
+
+
+def test_what_changes_while_it_is_looked_at_is_seen_the_next_time(repo, capsys, monkeypatch):
+    register.main()
+    client, look_up, champions = tracking.client(), register.known_version, ["champion"]
+
+    def slowly(*given):
+        held = look_up(*given)
+        while champions:
+            client.delete_registered_model_alias("hamlet-agent", champions.pop())
+        return held
+
+    (repo / "checkpoints/registered.json").unlink()
+    with monkeypatch.context() as here:
+        here.setattr(register, "known_version", slowly)
+        register.main()
+    capsys.readouterr()
+    register.main()
+    assert "hamlet-agent version 1, is not champion: nobody is" in capsys.readouterr().out
+
+
+def test_a_store_that_fails_while_it_is_looked_at_is_one_line(repo, monkeypatch):
+    def fails(*given):
+        raise RuntimeError("database is locked")
+
+    monkeypatch.setattr(register, "known_version", fails)
+    with pytest.raises(SystemExit) as stopped:
+        register.main()
+    assert stopped.value.code == 1

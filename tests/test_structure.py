@@ -65,6 +65,7 @@ DYNAMO = "PyTorch counts graphs and breaks, and forgets them, under this private
 ENGINE = "MLflow has no public way to close its connections to a database file"
 # Private names of other people's code: (name, file) -> why.
 LOWERED = "PyTorch shows what it would have a GPU run nowhere else"
+HEADERS = "PyTorch says nowhere else how its precompiled headers are named, or where they are"
 PYTREE = "PyTorch has its nests of tensors under this private name only"
 BORROWED: dict[tuple[str, str], str] = {
     ("_dynamo", "benchmarks/learning.py"): DYNAMO,
@@ -79,6 +80,9 @@ BORROWED: dict[tuple[str, str], str] = {
         "PyTorch documents the settings of tracing under this private name only"
     ),
     ("_inductor", "benchmarks/kernels.py"): LOWERED,
+    ("_inductor", "pipeline/learning/compiling.py"): HEADERS,
+    ("_inductor", "tests/learning/test_update.py"): HEADERS,
+    ("_HEADER_DIR", "tests/learning/test_update.py"): HEADERS,
     ("_topological_sort_nodes", "benchmarks/kernels.py"): LOWERED,
     ("_pytree", "pipeline/learning/captured.py"): PYTREE,
     ("_pytree", "tests/learning/test_captured.py"): PYTREE,

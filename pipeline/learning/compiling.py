@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,8 +23,25 @@ def inductor_options() -> dict[str, Any]:
     inside its own vector types (loads of bools, gathers): the same compiler by its other name, c++,
     makes code that is up to six times as fast.
     """
-    named = "CXX" in os.environ or not shutil.which("c++")
-    return {} if named else {"cpp.cxx": (None, "c++")}
+    if "CXX" in os.environ or not shutil.which("c++"):
+        return {}
+    find_headers()
+    return {"cpp.cxx": (None, "c++")}
+
+
+@cache
+def find_headers() -> None:
+    """Let inductor's precompiled headers be named as the GNU compiler looks for them.
+
+    By the name c++ inductor takes it for another one, whose headers end in .pch: these are never
+    found, and every kernel reads PyTorch's headers anew, which is half of its compilation.
+    """
+    from torch._inductor.cpp_builder import CppBuilder  # late: it takes a while to import
+
+    told = subprocess.run(["c++", "--version"], capture_output=True, text=True).stdout
+    if "Free Software Foundation" in told:
+        name = "_CppBuilder__get_precompiled_header_flags"
+        setattr(CppBuilder, name, staticmethod(lambda: (".gch", "-o")))
 
 
 def compiled(function: Callable, fixed: bool = False) -> Callable:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -253,6 +256,19 @@ def test_compiled_is_one_graph_equal_to_eager_that_no_learning_rate_compiles_aga
         for x, y in batches(1, size):
             update(x, y)
     assert counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.slow
+def test_compiled_headers_are_named_as_the_compiler_looks_for_them():
+    from torch._inductor.codecache import _HEADER_DIR as FOLDER
+
+    told = subprocess.run(["c++", "--version"], capture_output=True, text=True).stdout
+    kind, other = ("gch", "pch") if "Free Software Foundation" in told else ("pch", "gch")
+    before = set(Path(FOLDER).glob(f"*.{other}"))
+    new = time.time()  # a number that no cache has seen
+    torch.compile(lambda x: x.sin() + new, options=inductor_options())(torch.ones(8, 8))
+    assert list(Path(FOLDER).glob(f"*.{kind}"))
+    assert set(Path(FOLDER).glob(f"*.{other}")) == before
 
 
 @pytest.mark.slow

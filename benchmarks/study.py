@@ -29,9 +29,11 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.given import GIVEN, LOOKING, NOTHING, not_looking, policy_without
 from benchmarks.monolith import MonolithLives, train_monolith
 from benchmarks.plain_town import PlainPlayers, shape_of, train_plain
-from benchmarks.study_report import SEATED, VARIANTS, plot, report, table
+from benchmarks.shifts import SHIFTS, shifted
+from benchmarks.study_report import SEATED, SHIFTED, VARIANTS, plot, report, table
 from hamlet.artifacts import HamletError, atomic_path, read_json, sha256_json, write_json
 from hamlet.learning.learner import ACTION_STREAM, GOAL_STREAM, forget, gumbel
 from hamlet.learning.population import Characters, Selves, play
@@ -40,11 +42,9 @@ from hamlet.learning.train_policy import train_policy
 from hamlet.modules.agent import AgentState, Mind
 from hamlet.modules.contracts import (
     LOOK,
-    BeliefDistribution,
     Features,
     ImaginedFuture,
     RawObservation,
-    SocialPrediction,
     TownShape,
     observation_from,
 )
@@ -55,7 +55,7 @@ from hamlet.town.adapters.flat import flat_observation
 from hamlet.town.personalities import HELD_OUT
 from stages.collect import make_town
 from stages.common import threads
-from stages.evaluate import EVALUATION_SEED, life_of
+from stages.evaluate import EVALUATION_SEED, ScriptedPlayers, life_of
 from stages.policy import make_mind
 
 if TYPE_CHECKING:
@@ -76,16 +76,19 @@ class StudiedMind(Mind):
 
     variant: str
 
-    def sense(
+    def sense_features(
         self, obs: RawObservation, state: AgentState
-    ) -> tuple[BeliefDistribution, SocialPrediction, Tensor, Features]:
+    ) -> tuple[Features, Tensor, Tensor, Tensor]:
         if self.variant == "no_memory":
             state = state._replace(belief=torch.zeros_like(state.belief))
-        belief, social, social_state, f = super().sense(obs, state)
+        f, *states = super().sense_features(obs, state)
         if self.variant == "no_social":
             nobody = {x: torch.zeros_like(getattr(f, x)) for x in ("rivals", "ahead")}
             f = f._replace(**nobody)
-        return belief, social, social_state, f
+        if self.variant in (LOOKING, NOTHING):
+            f = not_looking(f, self.policy.places)
+        log_std, belief, social = states
+        return f, log_std, belief, social
 
     def imagine(
         self, belief_log_std: Tensor, f: Features, mask: Tensor, candidates: Tensor
@@ -184,8 +187,16 @@ class Everyone:
     What has no better than drawn goals, draws them.
     """
 
-    def __init__(self, town: Town, shape: TownShape, mind: Mind, draws: bool) -> None:
+    def __init__(
+        self,
+        town: Town,
+        shape: TownShape,
+        mind: Mind,
+        draws: bool,
+        blank: Callable[..., AgentState],
+    ) -> None:
         self.town, self.shape, self.mind, self.draws = town, shape, mind, draws
+        self.blank = blank
 
     def act(
         self, world: TensorDict, seen: TensorDict, memory: AgentState
@@ -300,6 +311,8 @@ def plain_ticks(params: Params, variant: str, seed: int) -> int:
 def minds(params: Params, town: Town, variant: str) -> tuple[StudiedMind, Callable]:
     """The variant with a new module D, and its blank minds."""
     kind = {"random_goals": RandomGoals, "flat": Flat}.get(variant, Policy)
+    if variant in GIVEN:
+        kind = policy_without(variant)
     whole, blank, _ = make_mind(params, town, kind)
     policy: Any = whole.policy
     if variant == "no_imagination":
@@ -308,8 +321,92 @@ def minds(params: Params, town: Town, variant: str) -> tuple[StudiedMind, Callab
         whole.perceive, whole.imagine_tick, whole.read_others, policy, whole.candidates,
         whole.horizon,
     )  # fmt: skip
-    mind.variant = variant
+    mind.variant, mind.fused_sense = variant, whole.fused_sense
     return mind, blank
+
+
+Seated = Callable[[Town], tuple[Any, Any]]
+"""Gives who plays in all places of a town, and its memory at first in HELD_OUT_WORLDS."""
+
+
+def begun(player: Any, first: Any = HELD_OUT_WORLDS) -> tuple[Any, Any]:
+    return player, player.start(first)
+
+
+def scripted(name: str, seed: int) -> Seated:
+    def seated(where: Town) -> tuple[Any, Any]:
+        player = ScriptedPlayers(Scripted(where, [name], seed))
+        return player, player.scripted.reset(where.reset(seed, HELD_OUT_WORLDS))
+
+    return seated
+
+
+def judged(where: Town, seated: Seated, seed: int) -> dict[str, Tensor]:
+    """What is recorded of one life in each of HELD_OUT_WORLDS of a town."""
+    player, memory = seated(where)
+    where.eval(HELD_OUT_WORLDS)
+    step = fused_step(where, player)
+    return evaluate(where, step, memory, HELD_OUT_WORLDS, HELD_OUT_WORLDS, seed)
+
+
+def trained(params: Params, variant: str, seed: int, town: Town, folder: Path) -> Seated:
+    """Train one variant in the town.
+
+    Args:
+        folder: where it is kept while it is trained.
+    """
+    sizes, shape, file = params.policy, TownShape.of(town), folder / "checkpoint.pt"
+    log = Shown(f"{variant}, seed {seed}")
+    teacher: Any = Scripted(town, [sizes.teacher], seed)
+    if variant in REWARDED:
+        learner = trained_rival(town, variant, sizes, seed, log)
+        return lambda where: begun(RivalLives(where, learner, sizes.hidden))
+    if variant in PLAIN:
+        perception, policy, _ = train_plain(
+            town, plain_ticks(params, variant, seed), seed, lambda what: Shown(f"{variant}: {what}")
+        )
+        return lambda where: begun(PlainPlayers(shape_of(where), perception, policy, seed))
+    if variant == "monolith":
+        model = train_monolith(town, shape, teacher, sizes, seed, file, log)
+        return lambda where: begun(
+            MonolithLives(where, shape, model), where.reset(seed, HELD_OUT_WORLDS)
+        )
+    co_players = None
+    if variant == "alone":
+        co_players = Resting(shape, shape.num_agents - 1)
+        sizes = sizes.model_copy(update={"worlds": sizes.worlds * shape.num_agents})
+    if variant == "flat":
+        teacher = ActingExpert(teacher)
+    mind, blank = minds(params, town, variant)
+    compiling = params.compile.model_copy(update={"rollout": False})  # too few ticks to pay
+    train_policy(
+        town, shape, mind, blank, sizes, compiling, seed, file, log,
+        co_players=co_players, teacher=teacher,
+    )  # fmt: skip
+    draws = variant in ("random_goals", "flat")
+    return lambda where: (Everyone(where, shape, mind, draws, blank), blank(HELD_OUT_WORLDS))
+
+
+def after_shifts(town: Town, seated: Seated, teacher: str | None, seed: int) -> dict[str, Any]:
+    """Mean returns after each of SHIFTS, of who is seated; and, where a teacher is named, those of
+    it and of the expert with the map, before and after."""
+    towns = {name: shifted(town, name) for name in SHIFTS}
+
+    def returns(where: Town, seated: Seated) -> float:
+        return judged(where, seated, seed)["returns"].mean().item()
+
+    found: dict[str, Any] = {
+        "shifted": {name: returns(where, seated) for name, where in towns.items()}
+    }
+    if teacher:
+        found["scripted"] = {
+            name: {
+                what: returns(where, scripted(name, seed))
+                for what, where in {"none": town, **towns}.items()
+            }
+            for name in (teacher, "expert")
+        }
+    return found
 
 
 def cell(params: Params, variant: str, seed: int) -> dict[str, Any]:
@@ -323,67 +420,36 @@ def cell(params: Params, variant: str, seed: int) -> dict[str, Any]:
     sizes = params.policy.model_copy(update=less | every_tick)
     judged_in = params.seed + EVALUATION_SEED
     params = params.model_copy(update={"policy": sizes, "seed": seed})
-    compiling = params.compile.model_copy(update={"rollout": False})  # too few ticks to pay
-    town, strange = make_town(params), make_town(params, held_out=True)
-    shape = TownShape.of(town)
-    teacher: Any = Scripted(town, [sizes.teacher], seed)
-    log = Shown(f"{variant}, seed {seed}")
     settings = {"params": params.model_dump(mode="json"), "variant": variant}
     folder = Path("checkpoints") / f"study-{variant}-{seed}-{sha256_json(settings)[:16]}"
     folder.mkdir(parents=True, exist_ok=True)
     resumed, began = any(folder.iterdir()), time.process_time()
-    player: Any
-    memory: Any
-    if variant in REWARDED:
-        learner = trained_rival(town, variant, sizes, seed, log)
-        player = RivalLives(strange, learner, sizes.hidden)
-        memory = player.start(HELD_OUT_WORLDS)
-    elif variant in PLAIN:
-        perception, policy, _ = train_plain(
-            town, plain_ticks(params, variant, seed), seed, lambda what: Shown(f"{variant}: {what}")
-        )
-        player = PlainPlayers(shape_of(strange), perception, policy, seed)
-        memory = player.start(HELD_OUT_WORLDS)
-    elif variant == "monolith":
-        model = train_monolith(town, shape, teacher, sizes, seed, folder / "checkpoint.pt", log)
-        player = MonolithLives(strange, shape, model)
-        memory = player.start(strange.reset(judged_in, HELD_OUT_WORLDS))
-    else:
-        if variant == "flat":
-            teacher = ActingExpert(teacher)
-        co_players = None
-        if variant == "alone":
-            co_players = Resting(shape, shape.num_agents - 1)
-            sizes = sizes.model_copy(update={"worlds": sizes.worlds * shape.num_agents})
-        mind, blank = minds(params, town, variant)
-        train_policy(
-            town, shape, mind, blank, sizes, compiling, seed, folder / "checkpoint.pt", log,
-            co_players=co_players, teacher=teacher,
-        )  # fmt: skip
-        player = Everyone(strange, shape, mind, draws=variant in ("random_goals", "flat"))
-        memory = blank(HELD_OUT_WORLDS)
+    seated = trained(params, variant, seed, make_town(params), folder)
     worked = None if resumed else time.process_time() - began
-    strange.eval(HELD_OUT_WORLDS)
-    step = fused_step(strange, player)
-    lived = evaluate(strange, step, memory, HELD_OUT_WORLDS, HELD_OUT_WORLDS, judged_in)
+    town = make_town(params, held_out=True)
+    lived = judged(town, seated, judged_in)
     returns = lived["returns"].mean(1)
-    among_strangers = {}
+    more: dict[str, Any] = {}
+    if variant in SHIFTED:
+        teacher = sizes.teacher if variant == "full" else None
+        more |= after_shifts(town, seated, teacher, judged_in)
     if variant in SEATED:
-        seat = Selves(mind, shape, blank, 0, 1, imagines=True)
-        others = Characters(Scripted(strange, HELD_OUT, judged_in), 1, shape.num_agents)
-        focal = play(strange, seat, others, FOCAL_WORLDS, judged_in)[:, 0]
-        among_strangers = {"focal": focal.mean().item()}
+        everyone: Everyone = seated(town)[0]
+        seat = Selves(everyone.mind, everyone.shape, everyone.blank, 0, 1, imagines=True)
+        strangers = Characters(Scripted(town, HELD_OUT, judged_in), 1, town.num_agents)
+        focal = play(town, seat, strangers, FOCAL_WORLDS, judged_in)[:, 0]
+        more["focal"] = focal.mean().item()
     shutil.rmtree(folder)
     return {
         "variant": variant,
         "seed": seed,
-        "pack": shape.pack,
+        "pack": town.pack.name,
         "mean_return": returns.mean().item(),
         "mean_return_ci95": 1.96 * returns.std().item() / len(returns) ** 0.5,
         "retired_fraction": lived["retired"].mean().item(),
         "cpu_seconds": worked,
         "processor": torch.backends.cpu.get_cpu_capability(),
-        **among_strangers,
+        **more,
         "returns": [round(value, 3) for value in returns.tolist()],
     }
 

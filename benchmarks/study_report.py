@@ -17,6 +17,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from scipy.stats import t as student
 
+from benchmarks.shifts import SHIFTS
 from hamlet.artifacts import atomic_path
 
 VARIANTS = {
@@ -27,6 +28,12 @@ VARIANTS = {
     "random_goals": "goals drawn at random",
     "flat": "no goals: actions chosen at once",
     "alone": "learned while all others rested",
+    "no_rule": "not given: the bias of the broke",
+    "no_prospects": "not given: what a place is worth per tick",
+    "no_timetable": "not given: hours and prices",
+    "no_targets": "not given: when a goal is reached",
+    "no_look": "not given: where most can be newly seen",
+    "nothing_given": "none of these five",
     "plain": "the plain modules of any world, from reward alone",
     "plain_time": "the same for as much processor time",
     "monolith": "a rival: one recurrent network, end to end",
@@ -36,6 +43,9 @@ VARIANTS = {
 }
 SEATED = ("full", "alone")
 """Also judged alone among characters that nobody trained with: is learning together worth it?"""
+
+SHIFTED = ("full", "monolith")
+"""Also judged after changes of the town that nobody tuned on (`benchmarks.shifts`)."""
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -77,6 +87,8 @@ def report(cells: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         if variant != "full" and costs:
             cost, width = interval(costs)
             found[variant] |= {"cost": cost, "cost_ci95": width, "matters": cost - width > 0}
+        if variant in SHIFTED and all("shifted" in c for c in of_seed.values()):
+            found[variant]["kept"] = kept(list(of_seed.values()))
         if variant in SEATED and all("focal" in c for c in [*of_seed.values(), *whole.values()]):
             mean, width = interval([c["focal"] for c in of_seed.values()])
             found[variant] |= {"focal": mean, "focal_ci95": width}
@@ -84,6 +96,60 @@ def report(cells: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
                 cost, width = interval([whole[s]["focal"] - of_seed[s]["focal"] for s in both])
                 found[variant] |= {"focal_cost": cost, "focal_cost_ci95": width}
     return found
+
+
+def kept(cells: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Of every player in the cells and every shift, the share of its return that it keeps, by seed;
+    and each share's interval. The cells' own player is called `self`."""
+    shares: dict[str, dict[str, Any]] = {}
+    for shift in SHIFTS:
+        by_player = {"self": [c["shifted"][shift] / c["mean_return"] for c in cells]}
+        for name in cells[0].get("scripted", {}):
+            told = [c["scripted"][name] for c in cells]
+            by_player[name] = [each[shift] / each["none"] for each in told]
+        for name, values in by_player.items():
+            mean, width = interval(values)
+            shares.setdefault(name, {})[shift] = {"share": mean, "ci95": width, "by_seed": values}
+    return shares
+
+
+def shifts(found: dict[str, dict[str, Any]]) -> list[str]:
+    """What is kept of a return after the shifts, as Markdown; nothing where nobody was asked."""
+    if "kept" not in found.get("full", {}):
+        return []
+    of = {VARIANTS["full"]: found["full"]["kept"]["self"]}
+    for name, shares in found["full"]["kept"].items():
+        if name != "self":
+            of["the teacher, " + name if name != "expert" else "the expert with the map"] = shares
+    if "kept" in found.get("monolith", {}):
+        of[VARIANTS["monolith"]] = found["monolith"]["kept"]["self"]
+    lines = [
+        "",
+        "# What is kept of it when the town changes",
+        "",
+        "The share of its return that a player keeps, in the same worlds. The scripted players",
+        "plan by the changed rules; the others know only those that they learned.",
+        "",
+        f"| player | {' | '.join(SHIFTS.values())} |",
+        f"| --- |{' --- |' * len(SHIFTS)}",
+    ]
+    for who, shares in of.items():
+        parts = [f"{shares[s]['share']:.3f} ± {shares[s]['ci95']:.3f}" for s in SHIFTS]
+        lines.append(f"| {who} | {' | '.join(parts)} |")
+    ours = of.pop(VARIANTS["full"])
+    lines.append("")
+    for who, shares in of.items():
+        for shift, what in SHIFTS.items():
+            both = zip(ours[shift]["by_seed"], shares[shift]["by_seed"])
+            more, width = interval([mine - theirs for mine, theirs in both])
+            verdict = (
+                "more than" if more > width else "less than" if more < -width else "as much as"
+            )
+            lines.append(
+                f"- When {what}, the agent keeps {verdict} {who.split(',')[0]} "
+                f"({more:+.3f} ± {width:.3f})."
+            )
+    return lines
 
 
 def table(found: dict[str, dict[str, Any]], pack: str) -> str:
@@ -127,7 +193,7 @@ def table(found: dict[str, dict[str, Any]], pack: str) -> str:
             f"{told(alone['focal'], alone['focal_ci95'])} if it learned in as many ticks alone: "
             f"{told(alone['focal_cost'], alone['focal_cost_ci95'])} less.",
         ]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *shifts(found)]) + "\n"
 
 
 def plot(found: dict[str, dict[str, Any]], path: Path) -> None:

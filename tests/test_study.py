@@ -74,12 +74,12 @@ def sensed(variant: str) -> tuple[Features, torch.Tensor, torch.Tensor]:
     world, state = TOWN.reset(3, 6), blank(6)
     for _ in range(6):
         obs = observation_from(TOWN.observe(world), 2)
-        belief, _, social, f = mind.sense(obs, state)
-        state = state._replace(belief=belief.recurrent_state, social=social)
+        f, log_std, belief, social = mind.sense_features(obs, state)
+        state = state._replace(belief=belief, social=social)
         world = TOWN.step_core(world, torch.randint(4, (6, 4), generator=RNG.manual_seed(1)))
     candidates = torch.tensor([[0, 1]]).expand(24, 2)
-    _, returns = mind.imagine(belief.log_std, f, obs.action_mask, candidates)
-    return f, belief.recurrent_state, returns
+    _, returns = mind.imagine(log_std, f, obs.action_mask, candidates)
+    return f, belief, returns
 
 
 RNG = torch.Generator()

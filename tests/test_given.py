@@ -1,0 +1,144 @@
+"""The study's variants without what is given by hand, and its changed towns."""
+
+import pytest
+import torch
+
+from benchmarks.given import GIVEN, NOTHING, not_looking, policy_without
+from benchmarks.shifts import FASTER, MISSING, SHIFTS, shifted
+from benchmarks.study_report import report, table
+from hamlet.modules.contracts import LOOK
+from hamlet.modules.policy import EARNING, IDLING, Policy
+from hamlet.town import Scripted, Town, load_pack
+from hamlet.town.schema import INTERACT
+from tests.test_study import SHAPE, TOWN, cells, of_kind, sensed
+
+PRICED = 2  # of the timetable's columns
+
+
+def poor(policy: Policy) -> torch.Tensor:
+    """A known state with neither money nor energy."""
+    known = torch.full((1, SHAPE.self_dim), 0.5)
+    known[0, [policy.money, policy.energy]] = 0.05
+    return known
+
+
+def test_each_lacks_what_it_says_and_nothing_else():
+    whole = of_kind(Policy)
+    f = sensed("full")[0]
+    told = {
+        "no_rule": lambda p: p.low_money_bias(poor(p)),
+        "no_prospects": lambda p: p.place_facts(f)[-2:],
+        "no_timetable": lambda p: torch.stack(p.posted_now(f)),
+        "no_targets": lambda p: p.goal_ended(
+            torch.ones(len(f.mean), SHAPE.self_dim),
+            torch.zeros(len(f.mean), dtype=torch.int64),
+            torch.ones(len(f.mean), dtype=torch.int64),
+        ),
+    }
+    for variant in GIVEN:
+        other = policy_without(variant)
+        made = of_kind(other)
+        made.load_state_dict(whole.state_dict())
+        for part, ask in told.items():
+            same = torch.equal(ask(made).float(), ask(whole).float())
+            # Prospects reckon with the timetable.
+            follows = part == "no_prospects" and variant == "no_timetable"
+            assert same == (part != variant and variant != NOTHING and not follows), (variant, part)
+
+
+def test_what_is_left_without_each():
+    f = sensed("full")[0]
+    without = {name: of_kind(policy_without(name)) for name in GIVEN}
+    assert not without["no_rule"].low_money_bias(poor(without["no_rule"])).any()
+    whole = of_kind(Policy)
+    assert {EARNING, IDLING} <= set(whole.low_money_bias(poor(whole)).flatten().tolist())
+    assert not without["no_prospects"].place_facts(f)[-2:].any()
+    opens, left, price = without["no_timetable"].posted_now(f)
+    assert not opens.any()
+    assert (left == 24).all()
+    assert not price.any()
+    full = torch.ones(4, SHAPE.self_dim)
+    first, young = torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.int64)
+    assert whole.goal_ended(full, first, young).all()
+    assert not without["no_targets"].goal_ended(full, first, young).any()
+    assert without["no_targets"].goal_ended(full, first, young * 100).all()
+
+
+def test_without_where_to_look_only_the_way_there_is_gone():
+    full, places = sensed("full")[0], 2 * SHAPE.num_affordances
+    for variant in ("no_look", NOTHING):
+        f = sensed(variant)[0]
+        way = slice(places, places + LOOK - 1)
+        assert full.mean[:, way].any()
+        assert not f.mean[:, way].any()
+        kept = torch.ones(f.mean.shape[1], dtype=torch.bool)
+        kept[way] = False
+        assert torch.equal(f.mean[:, kept], full.mean[:, kept])
+        assert torch.equal(f.mean, not_looking(full, places).mean)
+        assert all(torch.equal(a, b) for a, b in zip(f[1:], full[1:], strict=True))
+
+
+def test_needs_grow_faster_by_as_much_as_it_says():
+    other, still = shifted(TOWN, "needs_faster"), torch.full((3, 4), INTERACT)
+    start, changed = TOWN.reset(1, 3), other.reset(1, 3)
+    assert torch.equal(start["position"], changed["position"])
+    # Away from any place, a meter that nothing else drains.
+    meter = TOWN.meter_index["hygiene"]
+    now, then = (town.step_core(s, still)["meters"][..., meter]
+                 for town, s in ((TOWN, start), (other, changed)))  # fmt: skip
+    free = start["place"] < 0
+    lost, more = (start["meters"][..., meter] - x for x in (now, then))
+    assert free.any()
+    torch.testing.assert_close(more[free], FASTER * lost[free], rtol=1e-3, atol=1e-6)
+
+
+def test_a_missing_place_is_nowhere_seen_used_or_planned_for():
+    other, gone = shifted(TOWN, "place_missing"), TOWN.affordance_names.index(MISSING)
+    assert torch.equal(other.affordance_cells, TOWN.affordance_cells)
+    for town, there in ((TOWN, True), (other, False)):
+        world = town.reset(1, 64)
+        at = town.affordance_cells[world["layout"], gone][:, None]
+        spot = torch.stack([at % town.width, at // town.width], -1).expand(-1, 4, -1)
+        world = town.rearrange(world, position=spot)
+        assert (town.observe(world)["view"] == gone + 1).any() == there
+        assert (world["place"] == gone).all() if there else (world["place"] != gone).all()
+        assert town.action_mask(world)[..., INTERACT].any() == there
+        used = town.step_core(world, torch.full((64, 4), INTERACT))["used"]
+        assert (used == gone).any() == there
+        player, meant = Scripted(town, ["visitor"]), 0
+        memory = player.reset(world)
+        for _ in range(60):
+            action, goal, memory = player.act(world, memory)
+            world = town.step_core(world, action)
+            meant += int(((goal == gone) & world["alive"]).sum())
+        assert (meant > 0) == there
+    others = [code for code in TOWN.view_table.view(torch.uint8).unique() if code != gone + 1]
+    assert torch.equal(other.view_table.view(torch.uint8).unique(), torch.stack(others))
+
+
+def test_the_report_says_who_keeps_more():
+    made = cells({"full": [100, 110, 120], "monolith": [50, 40, 60]})
+    assert "town changes" not in table(report(made), "x")
+    for c in made:
+        share = 0.9 if c["variant"] == "full" else 0.95
+        c["shifted"] = dict(zip(SHIFTS, (share * c["mean_return"], 0.5 * c["mean_return"])))
+        if c["variant"] == "full":
+            c["scripted"] = {
+                name: {"none": 200.0, "needs_faster": 160.0, "place_missing": 100.0}
+                for name in ("expert_watching", "expert")
+            }
+    found = report(made)
+    assert found["full"]["kept"]["self"]["needs_faster"]["share"] == pytest.approx(0.9)
+    assert found["full"]["kept"]["expert_watching"]["needs_faster"]["share"] == pytest.approx(0.8)
+    told = table(found, "x")
+    assert "| the whole agent | 0.900 ± 0.000 | 0.500 ± 0.000 |" in told
+    assert "faster, the agent keeps more than the teacher (+0.100 ± 0.000)" in told
+    assert "faster, the agent keeps less than a rival" in told
+    assert "HomeMeal, the agent keeps as much as the expert with the map" in told
+
+
+def test_a_town_without_that_place_loses_its_last_one():
+    town = Town(load_pack("brief"), num_layouts=4)
+    if MISSING not in town.affordance_names:
+        other = shifted(town, "place_missing")
+        assert (other.place_table != town.num_affordances - 1).all()

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.progress import track
-from tensordict import TensorDict
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -33,11 +32,11 @@ from benchmarks.given import GIVEN, LOOKING, NOTHING, not_looking, policy_withou
 from benchmarks.monolith import MonolithLives, train_monolith
 from benchmarks.plain_town import PlainPlayers, shape_of, train_plain
 from benchmarks.shifts import SHIFTS, shifted
-from benchmarks.study_report import SEATED, SHIFTED, VARIANTS, plot, report, table
+from benchmarks.study_players import ActingExpert, Everyone, Resting, RivalLives, Sharing
+from benchmarks.study_report import SEATED, SHIFTED, VARIANTS, plot, report, stale, table
 from hamlet.artifacts import HamletError, atomic_path, read_json, sha256_json, write_json
-from hamlet.learning.learner import ACTION_STREAM, GOAL_STREAM, forget, gumbel
 from hamlet.learning.population import Characters, Selves, play
-from hamlet.learning.rollout import Record, evaluate, fused_step
+from hamlet.learning.rollout import evaluate, fused_step
 from hamlet.learning.train_policy import train_policy
 from hamlet.modules.agent import AgentState, Mind
 from hamlet.modules.contracts import (
@@ -46,16 +45,14 @@ from hamlet.modules.contracts import (
     ImaginedFuture,
     RawObservation,
     TownShape,
-    observation_from,
 )
 from hamlet.modules.policy import LOGIT_CAP, Policy, soft_cap
 from hamlet.params import Params, PolicyParams, load_params
 from hamlet.town import Scripted, Town
-from hamlet.town.adapters.flat import flat_observation
 from hamlet.town.personalities import HELD_OUT
 from stages.collect import make_town
 from stages.common import threads
-from stages.evaluate import EVALUATION_SEED, ScriptedPlayers, life_of
+from stages.evaluate import EVALUATION_SEED, ScriptedPlayers
 from stages.policy import make_mind
 
 if TYPE_CHECKING:
@@ -67,6 +64,8 @@ HELD_OUT_WORLDS, FOCAL_WORLDS = 64, 256
 REWARDED = ("sb3_recurrent_ppo", "lstm_ppo", "recurrent_dqn")
 """Rivals that learn from reward alone."""
 PLAIN = ("plain", "plain_time")
+REINFORCED, REINFORCED_ITERATIONS = ("reinforced", "reinforced_sharing"), 120
+"""Go on after imitation with so many iterations of PPO in which the expert tells nothing."""
 RIVALS_WORLDS, RIVALS_EPOCHS, RIVALS_MINIBATCHES, RIVALS_UPDATES = 32, 2, 8, 12
 """More updates than these would cost more than the whole agent's processor time."""
 
@@ -149,96 +148,6 @@ class Flat(Policy):
     def action_logits(self, f: Features, goal: Tensor) -> Tensor:
         chosen = F.one_hot(goal, self.shape.num_goals)[..., : self.shape.num_actions]
         return LOGIT_CAP * chosen.to(f.mean.dtype)
-
-
-class Resting:
-    """Co-players that never do anything: who learns beside it learns alone."""
-
-    def __init__(self, shape: TownShape, count: int) -> None:
-        self.count, self.rest = count, shape.action_names.index("WAIT")
-
-    def meet(self, rng: torch.Generator) -> None:
-        """It is always the same."""
-
-    def start(self, worlds: int) -> tuple[()]:
-        return ()
-
-    def act(self, world: TensorDict, seen: TensorDict, memory: Any) -> tuple[Tensor, Any]:
-        return torch.full((len(world), self.count), self.rest), memory
-
-    def forget(self, memory: Any, over: Tensor) -> Any:
-        return memory
-
-
-class ActingExpert:
-    """The expert, naming its action as its goal: whom `Flat` imitates."""
-
-    def __init__(self, expert: Scripted) -> None:
-        self.expert, self.reset, self.watch = expert, expert.reset, expert.watch
-
-    def act(self, state: TensorDict, memory: TensorDict) -> tuple[Tensor, Tensor, TensorDict]:
-        action, _, memory = self.expert.act(state, memory)
-        return action, action, memory
-
-
-class Everyone:
-    """The trained mind in every place, as a `Player`: likeliest goals, drawn actions.
-
-    What has no better than drawn goals, draws them.
-    """
-
-    def __init__(
-        self,
-        town: Town,
-        shape: TownShape,
-        mind: Mind,
-        draws: bool,
-        blank: Callable[..., AgentState],
-    ) -> None:
-        self.town, self.shape, self.mind, self.draws = town, shape, mind, draws
-        self.blank = blank
-
-    def act(
-        self, world: TensorDict, seen: TensorDict, memory: AgentState
-    ) -> tuple[Tensor, AgentState, Record]:
-        n, shape = self.shape.num_agents, self.shape
-        goals = gumbel(world, n, shape.num_goals, GOAL_STREAM) * float(self.draws)
-        noise = gumbel(world, n, shape.num_actions, ACTION_STREAM)
-        thinking = (memory.clock % self.mind.policy.meta_period == 0).nonzero().flatten()
-        action, memory, _ = self.mind.sample_step(
-            observation_from(seen, 2), memory, thinking, goals, noise
-        )
-        return action.unflatten(0, (-1, n)), memory, {}
-
-    def outcome(
-        self, before: TensorDict, after: TensorDict, memory: AgentState
-    ) -> tuple[AgentState, Record]:
-        over = after["episode_over"].repeat_interleave(self.shape.num_agents)
-        return forget(memory, over), life_of(before, after)
-
-
-class RivalLives:
-    """A rival that was trained, in every place, as a `Player`."""
-
-    def __init__(self, town: Town, learner: Learner, width: int) -> None:
-        self.town, self.learner, self.width = town, learner, width
-
-    def start(self, worlds: int) -> tuple[Tensor, Tensor]:
-        h, c = torch.zeros(2, worlds * self.town.num_agents, self.width)
-        return h, c
-
-    def act(
-        self, world: TensorDict, seen: TensorDict, memory: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, tuple[Tensor, Tensor], Record]:
-        flat = flat_observation(self.town, seen).flatten(0, 1)
-        action, memory = self.learner.act(flat, memory)
-        return action.unflatten(0, (-1, self.town.num_agents)), memory, {}
-
-    def outcome(
-        self, before: TensorDict, after: TensorDict, memory: tuple[Tensor, Tensor]
-    ) -> tuple[tuple[Tensor, Tensor], Record]:
-        goes_on = ~after["episode_over"].repeat_interleave(self.town.num_agents).unsqueeze(-1)
-        return (memory[0] * goes_on, memory[1] * goes_on), life_of(before, after)
 
 
 class Shown:
@@ -377,6 +286,11 @@ def trained(params: Params, variant: str, seed: int, town: Town, folder: Path) -
         sizes = sizes.model_copy(update={"worlds": sizes.worlds * shape.num_agents})
     if variant == "flat":
         teacher = ActingExpert(teacher)
+    if variant in REINFORCED:
+        alone = {"ppo_iterations": REINFORCED_ITERATIONS, "kickstart_coef": 0.0}
+        sizes = sizes.model_copy(update=alone)
+    if variant == "reinforced_sharing":
+        town = Sharing(town.pack, layouts=town.affordance_cells)
     mind, blank = minds(params, town, variant)
     compiling = params.compile.model_copy(update={"rollout": False})  # too few ticks to pay
     train_policy(
@@ -471,10 +385,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_json(RESULTS / f"{args.variant}-{args.seed}.json", found)
         print(json.dumps({key: value for key, value in found.items() if key != "returns"}))
         return 0
-    cells = [read_json(path) for path in sorted(RESULTS.glob("*-*.json"))]
+    paths = sorted(RESULTS.glob("*-*.json"))
+    cells = [read_json(path) for path in paths]
     if not cells:
         print(f"study: {RESULTS} holds no cell; run `dvc --cd benchmarks repro`")
         return 1
+    if old := stale([path.stem for path in paths]):
+        raise HamletError(
+            f"made by other code, parameters or modules than these: {', '.join(old)}",
+            "run `dvc --cd benchmarks repro`",
+        )
     rows = report(cells)
     write_json(RESULTS.with_suffix(".json"), rows)
     with atomic_path(RESULTS.with_suffix(".md")) as path:

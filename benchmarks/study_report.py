@@ -5,8 +5,11 @@ Intervals are over seeds (Student's t), costs paired by seed with the whole agen
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,8 @@ VARIANTS = {
     "random_goals": "goals drawn at random",
     "flat": "no goals: actions chosen at once",
     "alone": "learned while all others rested",
+    "reinforced": "then much PPO without the teacher, each for itself",
+    "reinforced_sharing": "the same, for the mean reward of all",
     "no_rule": "not given: the bias of the broke",
     "no_prospects": "not given: what a place is worth per tick",
     "no_timetable": "not given: hours and prices",
@@ -55,6 +60,31 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
         return mean, float("inf")
     half = student.ppf(0.975, count - 1) * statistics.stdev(values) / count**0.5
     return mean, float(half)
+
+
+def stale(names: Sequence[str]) -> list[str]:
+    """Of the cells `variant-seed` those that other code, parameters or modules made, by DVC.
+
+    Of a module that is not there nothing is known.
+    """
+    asked = [sys.executable, "-m", "dvc", "status", "--json"]
+    told = json.loads(subprocess.check_output(asked, cwd=Path(__file__).parent, text=True))
+    found = []
+    for stage, changes in told.items():
+        kind, _, item = stage.partition("@")
+        name = item if "-" in item else f"{kind}-{item}"
+        if name in names and changed(changes):
+            found.append(name)
+    return sorted(found)
+
+
+def changed(what: Any) -> bool:
+    """Whether DVC names something that is other than it was, and not only missing."""
+    if isinstance(what, dict):
+        return any(changed(part) for part in what.values())
+    if isinstance(what, list):
+        return any(changed(part) for part in what)
+    return what != "deleted"
 
 
 def report(cells: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.given import GIVEN, NOTHING, not_looking, policy_without
 from benchmarks.shifts import FASTER, MISSING, SHIFTS, shifted
-from benchmarks.study_report import report, table
+from benchmarks.study_report import changed, report, table
 from hamlet.modules.contracts import LOOK
 from hamlet.modules.policy import EARNING, IDLING, Policy
 from hamlet.town import Scripted, Town, load_pack
@@ -135,6 +135,14 @@ def test_the_report_says_who_keeps_more():
     assert "faster, the agent keeps more than the teacher (+0.100 ± 0.000)" in told
     assert "faster, the agent keeps less than a rival" in told
     assert "HomeMeal, the agent keeps as much as the expert with the map" in told
+
+
+def test_what_is_only_missing_is_not_stale():
+    gone = [{"changed deps": {"../artifacts/perception.pt2": "deleted"}}]
+    assert not changed(gone)
+    assert changed([*gone, {"changed outs": {"results/study/full-1.json": "modified"}}])
+    assert changed([{"changed deps": {"a": "deleted", "../params.yaml": {"policy": "modified"}}}])
+    assert changed(["changed command"])
 
 
 def test_a_town_without_that_place_loses_its_last_one():

@@ -16,15 +16,14 @@ from benchmarks import plain_town
 from benchmarks.monolith import Monolith, MonolithPlayer, train_monolith
 from benchmarks.study import (
     REWARDED,
-    ActingExpert,
     Flat,
     RandomGoals,
-    Resting,
     Shown,
     StudiedMind,
     plain_ticks,
     trained_rival,
 )
+from benchmarks.study_players import ActingExpert, Resting, Sharing
 from benchmarks.study_report import VARIANTS, report, table
 from hamlet.artifacts import HamletError, write_json
 from hamlet.learning.buffer import RolloutBuffer
@@ -132,6 +131,20 @@ def test_random_goals_are_as_likely_as_each_other_and_are_still_pursued():
     assert not policy.prior_logits(f).any()
     one, other = (policy.action_logits(f, torch.full((24,), goal)) for goal in (0, 5))
     assert not torch.equal(one, other)
+
+
+def test_who_shares_gets_the_mean_reward_of_its_world():
+    shared = Sharing(TOWN.pack, layouts=TOWN.affordance_cells)
+    actions = torch.randint(5, (6, SHAPE.num_agents), generator=RNG.manual_seed(2))
+    world = TOWN.reset(3, 6)
+    worn = world["meters"] * torch.linspace(0.1, 1, SHAPE.num_agents)[:, None]
+    world = TOWN.rearrange(world, meters=worn)
+    own, given = (town.step_and_reset_core(world, actions) for town in (TOWN, shared))
+    assert own["reward"].std(1).min() > 0
+    for agent in range(SHAPE.num_agents):
+        torch.testing.assert_close(given["reward"][:, agent], own["reward"].mean(1))
+    rest = {name: value for name, value in own.items() if name != "reward"}
+    assert all(torch.equal(value, given[name]) for name, value in rest.items())
 
 
 def test_who_learns_alone_is_led_in_its_own_place_while_the_others_rest():
@@ -310,7 +323,15 @@ def test_a_cell_and_the_report_of_the_tiny_pipeline(copy):
     assert [cell["variant"] for cell in told] == installed
     assert min(cell["mean_return"] for cell in told) > 0
     assert not list((copy.path / "checkpoints").glob("study-*"))
-    done = copy.run("python", "-m", "benchmarks.study", "report")
+    report = ("python", "-m", "benchmarks.study", "report")
+    done = copy.run(*report, check=False)  # DVC knows nothing of these cells
+    names = ", ".join(sorted(f"{name}-1" for name in installed))
+    assert f"modules than these: {names}" in done.stderr
+    assert done.stderr.strip().endswith("run `dvc --cd benchmarks repro`")
+    kinds = {name: "cell" if name in ("full", "flat", "alone") else "rival" for name in installed}
+    made = [f"{kind}@{name}-1" for name, kind in kinds.items()]
+    copy.run("dvc", "--cd", "benchmarks", "commit", "--force", *made)
+    done = copy.run(*report)
     results = copy.path / "benchmarks" / "results"
     assert set(json.loads((results / "study.json").read_text())) == set(installed)
     assert VARIANTS["flat"] in (results / "study.svg").read_text()

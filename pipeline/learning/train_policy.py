@@ -4,9 +4,10 @@ In imitation the learner takes over from the expert world by world (DAgger, Ross
 expert acts in fewer and fewer of them. It is asked only there, and in the worlds whose
 agents deliberate at this tick, one in `meta_period`; these are the ones that are learned from.
 
-PPO alone undoes what imitation found (its steps are noisy, and the best policies are narrow), so it
-is kickstarted (Schmitt et al. 2018): the expert goes on telling which goal it would choose, and
-that likelihood stays, with a small weight, in the loss. And it improves the choice of goals only:
+PPO alone undoes what imitation found: each agent learns for its own reward, places are scarce, and
+what one gains the others lose (`benchmarks/results/study.md`). So it is kickstarted (Schmitt et al.
+2018): the expert goes on telling which goal it would choose, and that likelihood stays, with a
+small weight, in the loss. And it improves the choice of goals only:
 there is little to gain in the controller that imitation leaves (pursuing the expert's goals it had
 99 % of the expert's return), and learning from every tick's actions takes as long again. Whether
 it would help or harm is not settled: single trainings with it ended at 420 to 457, without at 454

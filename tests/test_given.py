@@ -49,10 +49,14 @@ def test_each_lacks_what_it_says_and_nothing_else():
 def test_what_is_left_without_each():
     f = sensed("full")[0]
     without = {name: of_kind(policy_without(name)) for name in GIVEN}
-    assert not without["no_rule"].low_money_bias(poor(without["no_rule"])).any()
     whole = of_kind(Policy)
+    assert not without["no_rule"].low_money_bias(poor(without["no_rule"])).any()
     assert {EARNING, IDLING} <= set(whole.low_money_bias(poor(whole)).flatten().tolist())
-    assert not without["no_prospects"].place_facts(f)[-2:].any()
+    # Half of the places are known, half are looked for.
+    spread = torch.full_like(f.log_std, -6.0).index_fill(-1, torch.arange(8), 0.0)
+    known = f._replace(log_std=spread)
+    assert all(fact.any() for fact in whole.place_facts(known)[-2:])
+    assert not without["no_prospects"].place_facts(known)[-2:].any()
     opens, left, price = without["no_timetable"].posted_now(f)
     assert not opens.any()
     assert (left == 24).all()

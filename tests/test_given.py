@@ -1,15 +1,21 @@
 """The study's variants without what is given by hand, and its changed towns."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from benchmarks.given import GIVEN, NOTHING, not_looking, policy_without
 from benchmarks.shifts import FASTER, MISSING, SHIFTS, shifted
+from benchmarks.study import REINFORCED, REINFORCED_ITERATIONS, trained
+from benchmarks.study_players import Sharing
 from benchmarks.study_report import changed, report, table
 from hamlet.modules.contracts import LOOK
 from hamlet.modules.policy import EARNING, IDLING, Policy
+from hamlet.params import load_params
 from hamlet.town import Scripted, Town, load_pack
 from hamlet.town.schema import INTERACT
+from tests.learning.minds import new_mind
 from tests.test_study import SHAPE, TOWN, cells, of_kind, sensed
 
 PRICED = 2  # of the timetable's columns
@@ -139,6 +145,38 @@ def test_the_report_says_who_keeps_more():
     assert "faster, the agent keeps more than the teacher (+0.100 ± 0.000)" in told
     assert "faster, the agent keeps less than a rival" in told
     assert "HomeMeal, the agent keeps as much as the expert with the map" in told
+
+
+def test_a_variant_is_trained_as_it_says(monkeypatch, tmp_path):
+    """Which module D is made and in which town, with which sizes, it is trained; by spies, as the
+    frozen modules of a whole pipeline would be needed."""
+    params = load_params(Path(__file__).parents[1] / "params.yaml", "tiny")
+    made: dict[str, type[Policy]] = {}
+    told: dict[str, tuple] = {}
+    sense = object()
+
+    def make_mind(params, town, kind):
+        made[variant] = kind
+        mind, blank = new_mind(TOWN, params.policy)
+        mind.policy, mind.fused_sense = of_kind(kind), sense
+        return mind, blank, []
+
+    def train_policy(town, shape, mind, blank, sizes, *rest, **more):
+        told[variant] = town, sizes, mind
+
+    monkeypatch.setattr("benchmarks.study.make_mind", make_mind)
+    monkeypatch.setattr("benchmarks.study.train_policy", train_policy)
+    for variant in ("full", *REINFORCED, *GIVEN):
+        trained(params, variant, 1, TOWN, tmp_path)
+    for variant, (town, sizes, mind) in told.items():
+        alone, shares = variant in REINFORCED, variant == "reinforced_sharing"
+        assert sizes.kickstart_coef == (0.0 if alone else params.policy.kickstart_coef)
+        asked = REINFORCED_ITERATIONS if alone else params.policy.ppo_iterations
+        assert sizes.ppo_iterations == asked
+        assert isinstance(town, Sharing) == shares
+        assert torch.equal(town.affordance_cells, TOWN.affordance_cells)
+        assert (mind.variant, mind.fused_sense) == (variant, sense)
+        assert made[variant] is (policy_without(variant) if variant in GIVEN else Policy)
 
 
 def test_what_is_only_missing_is_not_stale():

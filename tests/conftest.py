@@ -49,6 +49,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than cores: now and then a test waits for a server, a process or a clock."""
+    from stages.common import cores
+
+    return cores() + 1
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """A worker takes a whole file, or one test of those `APART`."""
     from xdist.scheduler import LoadFileScheduling

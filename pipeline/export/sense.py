@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from hamlet.artifacts import atomic_path, check_card, write_card
 from hamlet.export.frozen import tensor_schema
-from hamlet.export.onnx import export_onnx
 from hamlet.modules.agent import AgentState
 from hamlet.modules.contracts import (
     OBSERVATION_DTYPES,
@@ -76,6 +75,8 @@ def write_sense(
         recurrent: numbers in the recurrent state of A and, of each other agent, of C.
         upstream: sha256 by kind of A and C.
     """
+    from hamlet.export.onnx import export_onnx  # who only loads need not import what writes
+
     shapes = observation_shapes(shape)
     shapes |= {"belief": recurrent[:1], "social": (shape.num_others, recurrent[1])}
     dtypes = {name: getattr(torch, OBSERVATION_DTYPES.get(name, "float32")) for name in INPUTS}

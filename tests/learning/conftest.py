@@ -1,10 +1,10 @@
-"""Processes that train together, for the tests of a file."""
+"""Processes that train together, kept from test to test."""
 
 import pytest
 from ranks import Ranks
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ranks(tmp_path_factory):
     processes = Ranks(tmp_path_factory.mktemp("ranks"))
     yield processes

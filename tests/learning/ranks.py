@@ -13,30 +13,41 @@ from torch import multiprocessing
 
 from hamlet.learning.distributed import process_group
 
-MOST = 4
+PRELOADED = [
+    "hamlet.learning.train_policy",
+    "hamlet.learning.train_world_model",
+    "torch.distributed.fsdp",
+]
+"""What ranks need and takes seconds to import: one process does, and they are its forks."""
 PATIENCE = 300  # seconds until a rank that says nothing is an error, not a test that hangs
 
 
 class Ranks:
-    """`MOST` processes; `run` has as many as asked for form a group and call a function."""
+    """`run` has as many processes as asked for form a group and call a function."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        context = multiprocessing.get_context("spawn")
-        self.told = context.Queue()
-        self.asked = [context.SimpleQueue() for _ in range(MOST)]
-        self.processes = [
-            context.Process(target=_serve, args=(rank, asked, self.told, folder), daemon=True)
-            for rank, asked in enumerate(self.asked)
-        ]
-        for process in self.processes:
-            process.start()
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(PRELOADED)
+        self.told = self.context.Queue()
+        self.asked: list[Any] = []
+        self.processes: list[Any] = []
+
+    def _start(self) -> None:
+        rank, asked = len(self.processes), self.context.SimpleQueue()
+        given = rank, asked, self.told, self.folder
+        process = self.context.Process(target=_serve, args=given, daemon=True)
+        process.start()
+        self.asked.append(asked)
+        self.processes.append(process)
 
     def run(self, count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """What a module's top-level function returns on each rank: tensors, in lists and dicts."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
+        while len(self.processes) < count:
+            self._start()
         for asked in self.asked[:count]:
             asked.put((count, port, function, arguments))
         said = [self.told.get(timeout=PATIENCE) for _ in range(count)]

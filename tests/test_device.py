@@ -106,14 +106,8 @@ def done(tmp_path_factory) -> Iterator[Emulated]:
         process.kill()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("perception", "world_model", "policy")),
-        "social",
-        "prover",
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["perception", "world_model", "policy", "social", "prover"])
 def test_training_on_a_gpu_measures_what_it_does_on_the_cpu(done, name):
     ours, theirs = (dict(numbers(done[name][device])) for device in ("cpu", "gpu"))
     for name in ours:
@@ -122,6 +116,7 @@ def test_training_on_a_gpu_measures_what_it_does_on_the_cpu(done, name):
     assert len(ours) > 16
 
 
+@pytest.mark.slow
 def test_what_began_on_one_device_goes_on_on_the_other_and_says_so(done):
     expected = dict(numbers(done["social"]["cpu"]["rows"]))
     for found in done["crossed"]:
@@ -131,11 +126,13 @@ def test_what_began_on_one_device_goes_on_on_the_other_and_says_so(done):
         assert done.said.read_text().count(line) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "allowed"), [("waits", WAITS), ("uploads", UPLOADS)])
 def test_the_host_waits_and_sends_only_where_there_is_a_reason(done, kind, allowed):
     assert set(done["seen"][kind]) <= set(allowed), done["seen"][kind]
 
 
+@pytest.mark.slow
 def test_of_what_is_asked_at_every_update_there_is_one(done):
     seen = done["seen"]["waits"]
     rows = [done[name]["gpu"]["rows"] for name in ("perception", "world_model", "social", "prover")]

@@ -72,6 +72,32 @@ SECTIONS = {
 }
 PLAYS = ("world", "collect", "policy", "evaluate")  # stages that open the world
 TRAINS = ("perception", "world_model", "policy", "social")
+CURVES = {
+    "perception": ("perception: losses", "step", "[next, reward, going_on]"),
+    "policy": ("policy: mean return while learning", "step", "trailing_return"),
+    "world_model": ("world model: losses", "step", "[change, reward, going_on]"),
+    "social": ("social model: loss in nats", "step", "nats"),
+    "returns": ("return of every held-out episode", "case", "return"),
+}
+"""Of each file of artifacts/plots what `dvc plots show` draws: the title, x and y."""
+PLAYERS_PLOT = """\
+{
+  "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
+  "data": {"values": "<DVC_METRIC_DATA>"},
+  "title": {"text": "<DVC_METRIC_TITLE>", "anchor": "middle"},
+  "width": "<DVC_METRIC_PLOT_WIDTH>",
+  "height": "<DVC_METRIC_PLOT_HEIGHT>",
+  "mark": {"type": "point", "tooltip": {"content": "data"}},
+  "params": ["<DVC_METRIC_ZOOM_AND_PAN>"],
+  "encoding": {
+    "x": {"field": "<DVC_METRIC_X>", "type": "quantitative", "title": "<DVC_METRIC_X_LABEL>"},
+    "y": {"field": "<DVC_METRIC_Y>", "type": "quantitative", "title": "<DVC_METRIC_Y_LABEL>"},
+    "color": {"field": "player", "type": "nominal"},
+    "shape": {"field": "rev", "type": "nominal"}
+  }
+}
+"""
+"""DVC's template `scatter` (.dvc/plots/players.json), but that it tells the players apart."""
 GYMNASIUM = '''\
 """The world of this project: change it as you like, `dvc repro` sees it.
 
@@ -124,6 +150,7 @@ IGNORED = """\
 /checkpoints/
 /mlflow.db*
 /mlartifacts/
+/dvc_plots/
 /.dvc/cache/
 /.dvc/tmp/
 __pycache__/
@@ -233,13 +260,20 @@ def dvc_text(several: bool, files: list[str]) -> str:
         lines.append(f"    params: [{', '.join(sections)}]")
         lines.append("    outs:")
         lines += [f"      - artifacts/{out}" for out in (*outs, f"runs/{name}.json")]
-        if name != "world":
-            lines += ["    metrics:", f"      - artifacts/metrics/{name}.json: {{cache: false}}"]
         if name in (*TRAINS, "evaluate"):
             curve = "returns" if name == "evaluate" else name
-            lines += ["    plots:", f"      - artifacts/plots/{curve}.csv: {{cache: false}}"]
+            lines.append(f"      - artifacts/plots/{curve}.csv: {{cache: false}}")
+        if name != "world":
+            lines += ["    metrics:", f"      - artifacts/metrics/{name}.json: {{cache: false}}"]
         lines.append("")
-    return "\n".join(lines)
+    lines.append("plots:")
+    for curve, (title, x, y) in CURVES.items():
+        if curve == "social" and not several:
+            continue
+        lines += [f"  - {curve}:", f"      title: '{title}'"]
+        lines += ["      template: players"] if curve == "returns" else []
+        lines += [f"      x: {x}", f"      y: {{artifacts/plots/{curve}.csv: {y}}}"]
+    return "\n".join([*lines, ""])
 
 
 def write_project(folder: Path, source: str, shape: WorldShape, facts: list[str]) -> None:
@@ -253,12 +287,11 @@ def write_project(folder: Path, source: str, shape: WorldShape, facts: list[str]
     text, make, own = world_file(source)
     model = re.sub(r"[^\w.-]+", "-", folder.absolute().name).strip("-") or "own-agent"
     with atomic_dir(folder) as fresh:
-        (fresh / ".dvc").mkdir()
+        (fresh / ".dvc" / "plots").mkdir(parents=True)
+        (fresh / ".dvc" / "plots" / "players.json").write_text(PLAYERS_PLOT, encoding="utf-8")
         (fresh / ".dvc" / "config").write_text(DVC_CONFIG, encoding="utf-8")
         (fresh / ".gitignore").write_text(IGNORED, encoding="utf-8")
-        (fresh / ".dvcignore").write_text(
-            ".git\ncheckpoints\nmlflow.db*\nmlartifacts\n__pycache__\n*.tmp\n"
-        )
+        (fresh / ".dvcignore").write_text(IGNORED_BY_DVC, encoding="utf-8")
         (fresh / "world.py").write_text(text, encoding="utf-8")
         for file in own:
             shutil.copyfile(file, fresh / file.name)

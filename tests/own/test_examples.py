@@ -15,6 +15,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import yaml
 from copied_repo import warm
 from own_worlds import Counting
 
@@ -79,7 +80,11 @@ def test_an_example_is_what_hamlet_new_writes(example, here):
         shutil.copyfile(EXAMPLES / example / "world.py", here / "world.py")
     shape = open_world(source).shape
     write_project(here / example, source, shape, [])
-    for name in (".dvc/config", ".dvcignore", ".gitignore", "dvc.yaml", "params.yaml", "world.py"):
+    written = (
+        ".dvc/config", ".dvc/plots/players.json", ".dvcignore", ".gitignore", "dvc.yaml",
+        "params.yaml", "world.py",
+    )  # fmt: skip
+    for name in written:
         made, kept = (folder / example / name for folder in (here, EXAMPLES))
         assert made.read_text() == kept.read_text(), name
     assert is_own(here / example)
@@ -148,7 +153,10 @@ def test_an_example_runs_to_a_registered_and_served_agent(example, tmp_path):
     if example == "own_pettingzoo":
         pytest.importorskip("mpe2")
     folder = tmp_path / example
-    tracked = ("world.py", "params.yaml", "dvc.yaml", ".dvcignore", ".dvc/config")
+    tracked = (
+        "world.py", "params.yaml", "dvc.yaml", ".dvcignore", ".dvc/config",
+        ".dvc/plots/players.json",
+    )  # fmt: skip
     for name in tracked:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(EXAMPLES / example / name, folder / name)
@@ -164,6 +172,18 @@ def test_an_example_runs_to_a_registered_and_served_agent(example, tmp_path):
     assert "tiny version 1 is the champion" in done.stdout
     ran = re.findall(r"^Running stage '(\w+)'", done.stdout, re.M)
     assert ("social" in ran) == (example == "own_pettingzoo")
+    drawn = subprocess.run(
+        ["dvc", "plots", "show"], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert drawn.returncode == 0, drawn.stderr
+    page = (folder / "dvc_plots" / "index.html").read_text()
+    curves = yaml.safe_load((folder / "dvc.yaml").read_text())["plots"]
+    for name, what in (item for curve in curves for item in curve.items()):
+        assert page.count(what["title"]) == 1, name
+        ((file, columns),) = what["y"].items()
+        header = (folder / file).read_text().partition("\n")[0].split(",")
+        assert {what["x"], *([columns] if isinstance(columns, str) else columns)} <= set(header)
+    assert page.count('"anchor": "middle"') == len(curves)  # and nothing else
     asked = hamlet("act", "--example", cwd=folder)
     told = hamlet("act", input=asked.stdout, cwd=folder)
     assert told.returncode == 0, told.stderr

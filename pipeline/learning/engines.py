@@ -30,6 +30,7 @@ def processes(workers: int) -> Iterator[Engine]:
     """Members in so many processes of this machine, which stay from generation to generation."""
     context = multiprocessing.get_context("spawn")
     pool: ProcessPoolExecutor | None = None
+    others = multiprocessing.active_children()
 
     def run(train: Train, turns: list[Turn]) -> list[float]:
         nonlocal pool
@@ -52,7 +53,8 @@ def processes(workers: int) -> Iterator[Engine]:
         yield run
     except BaseException:
         for child in multiprocessing.active_children():
-            child.terminate()
+            if child not in others:
+                child.terminate()
         raise
     finally:
         if pool:

@@ -48,6 +48,7 @@ class Ranks:
             port = free.getsockname()[1]
         while len(self.processes) < count:
             self._start()
+        assert all(process.is_alive() for process in self.processes), "somebody ended a rank"
         for asked in self.asked[:count]:
             asked.put((count, port, function, arguments))
         said = [self.told.get(timeout=PATIENCE) for _ in range(count)]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import os
 import signal
 import statistics
+import time
 from functools import partial
 from pathlib import Path
 
@@ -201,6 +203,18 @@ def test_a_member_that_is_killed_again_and_again_ends_the_search(tmp_path):
         list(evolve(POPULATION, 3, tmp_path, partial(killed_always, tmp_path), run))
     with pytest.raises(HamletError, match="member 0 fails"), processes(2) as run:
         list(evolve(POPULATION, 3, tmp_path, partial(failing, tmp_path), run))
+
+
+def test_a_search_that_fails_ends_its_members_and_nobody_else(tmp_path):
+    bystander = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+    bystander.start()
+    with pytest.raises(HamletError, match="member 0 fails"), processes(2) as run:
+        list(evolve(POPULATION, 3, tmp_path, partial(failing, tmp_path), run))
+    time.sleep(0.2)
+    left = multiprocessing.active_children()
+    bystander.kill()
+    assert bystander in left
+    assert not [child for child in left if child is not bystander and "Spawn" in repr(child)]
 
 
 # ------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hamlet.own.project import PLAYERS_PLOT
 from stages import overall
 from stages.overall import duration, line, read_plan, to_come
 
@@ -116,3 +117,23 @@ def test_outside_dvc_nothing_is_told_or_kept(folder, monkeypatch, capsys):
 )
 def test_durations(seconds, told):
     assert duration(seconds) == told
+
+
+# ------------------------------------------------------------------------------------------------
+# What is drawn of it
+
+
+def test_every_curve_is_of_columns_that_are_there_by_a_template_that_is_there():
+    curves = yaml.safe_load((ROOT / "dvc.yaml").read_text())["plots"]
+    drawn = {name: what for each in curves for name, what in each.items()}
+    assert drawn.keys() == {"perception", "world_model", "social", "policy", "returns"}
+    for name, what in drawn.items():
+        ((file, columns),) = what["y"].items()
+        header = (ROOT / file).read_text().partition("\n")[0].split(",")
+        assert {what["x"], *([columns] if isinstance(columns, str) else columns)} <= set(header)
+        if "template" in what:
+            template = (ROOT / ".dvc" / "plots" / f"{what['template']}.json").read_text()
+            told_apart = json.loads(template)["encoding"]["color"]["field"]
+            assert told_apart in header, name
+    assert drawn["returns"]["template"] == "players"
+    assert template == PLAYERS_PLOT  # of one's own project too

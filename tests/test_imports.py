@@ -156,6 +156,12 @@ def test_register_loads_where_torch_is_absent():
     assert done.returncode == 0, done.stderr
 
 
+def test_a_policy_is_trained_without_what_writes_onnx_files():
+    """Every rank would import it, for nothing."""
+    done = without({"onnx", "onnxscript", "onnx_ir"}, "import stages.policy")
+    assert done.returncode == 0, done.stderr
+
+
 def test_ray_and_torchao_are_imported_where_they_are_used_and_not_before():
     files = [*modules_of("hamlet"), *modules_of("stages")]
     owners = {"ray": "hamlet.learning.engines", "torchao": "hamlet.learning.float8"}

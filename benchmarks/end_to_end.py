@@ -17,14 +17,15 @@ What a good engineer would do without modules, in one network from observation t
 - **Inputs that make it easy.** Own column, row, hour and day as one of many, the last action, and
   the position on the map of what is in view or shown by somebody's cues now. No memory is given.
 
-Settings were chosen by short trainings on recorded lives of the teacher; `TRIALS` has them.
+`benchmarks.curves_rivals.TRIALS` has the short trainings by which settings were chosen. No PPO
+follows: it adds nothing to module D either, and alone undoes imitation (`benchmarks.study`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -43,9 +44,7 @@ from hamlet.modules.perception import view_offsets
 from hamlet.town import Town
 from stages.evaluate import life_of
 
-OBSERVED = (
-    "view", "occupancy", "self_state", "cues", "visible", "others_offset", "others_action",
-)  # fmt: skip
+OBSERVED = ("view", "occupancy", "self_state", "cues", "visible", "others_offset", "others_action")
 BYTES = ("cues", "others_action")
 """Kept as whole numbers of one byte."""
 HOURS, OTHERS_WIDTH, SLOT, ASKED = 24, 64, 16, 32
@@ -53,7 +52,8 @@ CELLS = 4.0
 """Positions are told in so many cells, from the middle of the map."""
 GATE_SCALE, GATE_BIAS = 4.0, -0.5
 """Of the gates' logits: a memory that is kept for a life needs large ones, far for small steps."""
-MAX_NORM = 1.0
+MAX_NORM, SHARPNESS = 1.0, 2.0
+"""Actions are drawn by so many times their logits: better than by once, and than the likeliest."""
 
 
 class Settings(NamedTuple):
@@ -72,10 +72,10 @@ class Settings(NamedTuple):
     """Agents' lives of an update,"""
     chunk: int = 48
     """and ticks of each."""
-    learning_rate: float = 3e-3
+    learning_rate: float = 2e-3
     steady: int = 1000
     """Updates after which the rate falls with the square root of their number."""
-    averaged: float = 0.05
+    averaged: float = 0.1
     """The weights that act are an average over about this part of all updates so far."""
     led: int = 20
     """Iterations in which the teacher acts less and less,"""
@@ -373,7 +373,7 @@ class EndToEndPlayer:
         with autocast(self.precision, self.town.device):
             known, hidden = self.model.remember(one, goes_on, memory.hidden)
             logits = self.model.decide(known[0])[0]
-        legal = masked_logits(logits.float(), obs.action_mask)
+        legal = masked_logits(SHARPNESS * logits.float(), obs.action_mask)
         noise = gumbel(world, n, self.shape.num_actions, ACTION_STREAM)
         acted = (legal + noise).argmax(-1).unflatten(0, (-1, n))
         record: Record = {}
@@ -407,10 +407,7 @@ class EndToEndPlayer:
 
 
 class EndToEndLearner:
-    """Plays, keeps and learns.
-
-    Args:
-        teacher: who is imitated; it has to have a memory of cells `seen`, as those that search.
+    """Plays, keeps and learns. The teacher needs a memory of cells `seen`, as those that search.
 
     Attributes:
         steps: agents' ticks played so far.
@@ -437,12 +434,11 @@ class EndToEndLearner:
         self.iteration = self.steps = self.updates = 0
         self.told: dict[str, float] = {}
 
-    def learn(self, begins: Callable[[], None] | None = None) -> None:
+    def learn(self) -> None:
         """Play a life in each of the worlds; learn from those that are kept."""
         self.play()
-        settings = self.settings
-        slots = settings.worlds * self.shape.num_agents
-        for _ in range(max(1, round(settings.passes * slots / settings.lives))):
+        slots = self.settings.worlds * self.shape.num_agents
+        for _ in range(round(self.settings.passes * slots / self.settings.lives)):
             self.follow()
         self.iteration += 1
 

@@ -299,6 +299,8 @@ def test_its_sequences_are_its_ticks_with_lives_that_end_in_between():
     town = Town(load_pack("l4_contention").model_copy(update={"lifespan": 5}), num_layouts=8)
     model, data = played(town, 12)
     assert data["over"].sum() >= 48  # every life ended twice
+    assert torch.equal(data["moved"][1:] == 0, data["over"][:-1])  # as if nothing had been done
+    assert (data["moved"][0] == 0).all()
     hidden, stepwise = torch.zeros(data.shape[1], 24), []
     for tick in range(12):
         known, hidden = model.remember(data[tick : tick + 1], data["over"][tick : tick + 1], hidden)

@@ -136,6 +136,7 @@ def table(found: Mapping[str, Any]) -> str:
     """The kept report as Markdown."""
     rows = found["lines"]
     ours = rows[OURS]["last"]
+    begins = " and ".join(amount(key, rows[OURS]["points"][0][key]) for key in AXES)
     lines = [
         "# Learning curves",
         "",
@@ -164,6 +165,7 @@ def table(found: Mapping[str, Any]) -> str:
         "In the same worlds "
         + ", ".join(f"{SCRIPTED[who]} gets {x:.1f}" for who, x in found["scripted"].items())
         + ".",
+        f"Ours has nothing that acts before {begins}: until then any rival is ahead.",
     ]
     for name, row in rows.items():
         if name == OURS:

@@ -66,6 +66,7 @@ ENGINE = "MLflow has no public way to close its connections to a database file"
 # Private names of other people's code: (name, file) -> why.
 LOWERED = "PyTorch shows what it would have a GPU run nowhere else"
 HEADERS = "PyTorch says nowhere else how its precompiled headers are named, or where they are"
+FOREACH = "PyTorch works on lists of tensors, as its optimizers do, under such names only"
 PYTREE = "PyTorch has its nests of tensors under this private name only"
 BORROWED: dict[tuple[str, str], str] = {
     ("_dynamo", "benchmarks/learning.py"): DYNAMO,
@@ -86,6 +87,11 @@ BORROWED: dict[tuple[str, str], str] = {
     ("_topological_sort_nodes", "benchmarks/kernels.py"): LOWERED,
     ("_pytree", "pipeline/learning/captured.py"): PYTREE,
     ("_pytree", "tests/learning/test_captured.py"): PYTREE,
+    ("_foreach_lerp_", "benchmarks/end_to_end.py"): FOREACH,
+    ("_foreach_mul_", "benchmarks/end_to_end.py"): FOREACH,
+    ("_is_avx512_bf16_supported", "benchmarks/end_to_end.py"): (
+        "PyTorch tells what a processor can do under such names only"
+    ),
     ("_exit", "pipeline/learning/actors.py"): "os._exit is public: an actor dies with its learner",
     ("_exit", "pipeline/learning/engines.py"): "os._exit is public: a worker dies with its parent",
     ("_exit", "pipeline/tracking/processes.py"): "os._exit is public: the last word to a process",

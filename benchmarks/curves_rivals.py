@@ -1,0 +1,154 @@
+"""The rivals' learning curves: who they are, and how long they learn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+from benchmarks.curves_ours import WORKED, Judge, Meter, point
+from benchmarks.end_to_end import EndToEndLearner, EndToEndPlayer, Settings
+from benchmarks.study import HELD_OUT_WORLDS, begun
+from benchmarks.study_players import RivalLives
+from hamlet.artifacts import HamletError
+from hamlet.town import Scripted, Town
+from stages.common import progress
+
+TIMES, STRONGEST = 3.0, {"end_to_end": 10.0}
+"""How often our budget a rival gets at least, of ticks and of time; and of time, who gets more."""
+FIRST = 10.0
+"""Seconds of processor time before a rival's first point."""
+TRIALS = {
+    "on lives of the teacher with a fifth of random turns; loss of the action, 30 s each": {
+        "a GRU of 256, places on the map as numbers": 1.180,
+        "a gated linear recurrence of 384, places as one of many": 1.337,
+        "the same, places as numbers": 1.095,
+        "and nothing but the encoder writes to the memory": 1.151,
+        "rate 6e-3 for 3e-3": 1.117,
+        "three times the weight for what is decoded": 1.199,
+        "no slots for goals": 1.097,
+        "chunks of 24 ticks for 48": 1.070,
+        "16 lives for 32": 1.057,
+    },
+    "the same, 55 s, gates of four times their logits, 16 lives of 48 ticks": {
+        "as above": 0.958,
+        "no slots for goals": 0.976,
+        "two layers of 256": 1.039,
+        "rate 1.5e-3": 1.002,
+        "only as seen from the agent, nothing on the map": 0.734,
+        "both": 0.756,
+    },
+    "in the town; return after 76 s and 114 s": {
+        "rate 3e-3": [37.4, 51.7],
+        "the same, actions drawn by twice the logits": [51.4, 71.9],
+        "the same, the likeliest actions": [42.0, 65.2],
+        "rate 2e-3, averaged over twice as many updates, twice the logits": [48.8, 67.0],
+    },
+}
+"""What the settings of the end-to-end network were chosen by, in processor time."""
+PEERS = {"worlds": 64, "rollout": 32, "epochs": 2, "minibatches": 8, "hidden": 128}
+"""Of the rivals that learn from reward alone."""
+
+
+class Budget(NamedTuple):
+    """What ours took, and what it got."""
+
+    steps: int
+    cpu_seconds: float
+    mean_return: float
+
+
+class Rival(Protocol):
+    """Who learns, an iteration at a time."""
+
+    settings: dict[str, Any]
+
+    @property
+    def steps(self) -> int:
+        """Agents' ticks played so far."""
+        ...
+
+    def learn(self) -> None: ...
+    def seated(self, where: Town) -> tuple[Any, Any]: ...
+
+
+class Imitator:
+    """The end-to-end network, with the teacher of module D."""
+
+    def __init__(self, town: Town, teacher: str, seed: int, settings: Settings | None = None):
+        self.learner = EndToEndLearner(town, Scripted(town, [teacher], seed), seed, settings)
+        told = self.learner.settings._asdict()
+        self.settings = {**told, "teacher": teacher, "precision": self.learner.precision}
+        self.settings["trials"] = TRIALS
+
+    @property
+    def steps(self) -> int:
+        return self.learner.steps
+
+    def learn(self) -> None:
+        self.learner.learn()
+
+    def seated(self, where: Town) -> tuple[Any, Any]:
+        made = self.learner
+        player = EndToEndPlayer(where, made.shape, made.average, None, made.precision)
+        return begun(player, where.reset(0, HELD_OUT_WORLDS))
+
+
+class Rewarded:
+    """One of `benchmarks.learning_peers` in all places of our batched worlds."""
+
+    def __init__(self, town: Town, name: str, seed: int, sizes: dict[str, int]) -> None:
+        try:
+            from benchmarks.learning_peers import PEERS as KINDS
+            from benchmarks.learning_peers import Clock
+            from benchmarks.learning_peers import Everyone as Lanes
+        except ImportError as error:
+            raise HamletError(
+                f"{name}: the `bench` extra is not installed",
+                'pip install -c constraints.txt -e ".[bench]"',
+            ) from error
+        self.settings: dict[str, Any] = dict(sizes)
+        how = {key: value for key, value in sizes.items() if key != "worlds"}
+        self.lanes = Lanes(sizes["worlds"], Clock(), town)
+        self.learner = KINDS[name](self.lanes, **how, seed=seed)
+        self.each = self.lanes.num_envs * sizes["rollout"]
+        self.steps = 0
+
+    def learn(self) -> None:
+        self.learner.learn(1)
+        self.steps += self.each
+
+    def seated(self, where: Town) -> tuple[Any, Any]:
+        return begun(RivalLives(where, self.learner, self.settings["hidden"]))
+
+
+def rivals_points(
+    rival: Rival, budget: Budget, times: float, judge: Judge, meter: Meter, bar: bool = True
+) -> Iterator[dict[str, Any]]:
+    """Let a rival learn until it gets what ours gets or has had its budget; its points.
+
+    Args:
+        times: multiple of our processor time that it gets at least; of our ticks it gets TIMES.
+    """
+    following = FIRST
+
+    def over(last: dict[str, Any] | None) -> bool:
+        if last and last["mean_return"] >= budget.mean_return:
+            return True
+        enough = rival.steps >= TIMES * budget.steps
+        return enough and meter.seconds >= times * budget.cpu_seconds
+
+    def iterations() -> Iterator[None]:
+        while not over(last):
+            yield None
+
+    last: dict[str, Any] | None = None
+    shown: Any = progress(iterations(), "iterations") if bar else iterations()
+    for _ in shown:
+        with meter.counting():
+            rival.learn()
+        if meter.seconds >= following or over(None):
+            last = point(rival.steps, meter.seconds, judge(rival.seated))
+            following = max(following, meter.seconds) * WORKED
+            yield last
+        if bar and last:
+            shown.note(ticks=rival.steps, seconds=meter.seconds, R=last["mean_return"])

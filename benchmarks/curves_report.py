@@ -172,13 +172,16 @@ def table(found: Mapping[str, Any]) -> str:
             continue
         last = row["last"]
         end = "It meets ours" if row["meets_us"] else "It does not meet ours"
+        both = last["mean_return_ci95"] + ours["mean_return_ci95"]
+        near = abs(last["mean_return"] - ours["mean_return"]) < both
         lines += [
             "",
             f"**{row['what'][0].upper()}{row['what'][1:]}.** {verdict(row, 'steps')} "
             f"{verdict(row, 'cpu_seconds')} {end} ({ours['mean_return']:.1f}) within "
             f"{row['times']['steps']:.1f} times our ticks and {row['times']['cpu_seconds']:.1f} "
             f"times our processor time: {last['mean_return']:.1f} ± "
-            f"{last['mean_return_ci95']:.1f} at last, {row['best_return']:.1f} at best.",
+            f"{last['mean_return_ci95']:.1f} at last, {row['best_return']:.1f} at best."
+            f"{' At last the two intervals overlap.' if near else ''}",
         ]
     return "\n".join(lines) + "\n"
 

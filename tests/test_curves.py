@@ -114,6 +114,8 @@ def test_the_report_says_in_words_where_a_rival_crosses_or_that_it_does_not():
     assert rows["lines"]["end_to_end"]["meets_us"]
     assert "is behind at first, goes ahead at" in table(rows)
     assert "It meets ours (100.0)" in table(rows)
+    assert "overlap" not in table(rows)
+    assert "overlap" in table(report(told(end_to_end=line((10, -1), (1000, 98.5)))))
 
 
 def test_equal_lines_give_a_plot_of_equal_bytes(tmp_path):

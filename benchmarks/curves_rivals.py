@@ -75,7 +75,13 @@ class Imitator:
     """The end-to-end network, with the teacher of module D."""
 
     def __init__(self, town: Town, teacher: str, seed: int, settings: Settings | None = None):
-        self.learner = EndToEndLearner(town, Scripted(town, [teacher], seed), seed, settings)
+        scripted = Scripted(town, [teacher], seed)
+        if "seen" not in scripted.reset(town.reset(seed, 1)):
+            raise HamletError(
+                f"end_to_end: {teacher} keeps no map of what it saw, which the network is taught",
+                "set policy.teacher to one that does, as expert_watching",
+            )
+        self.learner = EndToEndLearner(town, scripted, seed, settings)
         told = self.learner.settings._asdict()
         self.settings = {**told, "teacher": teacher, "precision": self.learner.precision}
         self.settings["trials"] = TRIALS

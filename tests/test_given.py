@@ -1,9 +1,14 @@
 """The study's variants without what is given by hand, and its changed towns."""
 
+import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from benchmarks.given import GIVEN, NOTHING, not_looking, policy_without
 from benchmarks.shifts import FASTER, MISSING, SHIFTS, shifted
@@ -17,6 +22,8 @@ from hamlet.town import Scripted, Town, load_pack
 from hamlet.town.schema import INTERACT
 from tests.learning.minds import new_mind
 from tests.test_study import SHAPE, TOWN, cells, of_kind, sensed
+
+ROOT = Path(__file__).parents[1]
 
 PRICED = 2  # of the timetable's columns
 
@@ -150,7 +157,7 @@ def test_the_report_says_who_keeps_more():
 def test_a_variant_is_trained_as_it_says(monkeypatch, tmp_path):
     """Which module D is made and in which town, with which sizes, it is trained; by spies, as the
     frozen modules of a whole pipeline would be needed."""
-    params = load_params(Path(__file__).parents[1] / "params.yaml", "tiny")
+    params = load_params(ROOT / "params.yaml", "tiny")
     made: dict[str, type[Policy]] = {}
     told: dict[str, tuple] = {}
     sense = object()
@@ -185,6 +192,35 @@ def test_what_is_only_missing_is_not_stale():
     assert changed([*gone, {"changed outs": {"results/study/full-1.json": "modified"}}])
     assert changed([{"changed deps": {"a": "deleted", "../params.yaml": {"policy": "modified"}}}])
     assert changed(["changed command"])
+
+
+def test_bytecode_makes_no_cell_stale(tmp_path):
+    """By DVC, with the study's own settings: a folder is the code in it, and nothing else."""
+    own, code = ROOT / "benchmarks", tmp_path / "pipeline" / "town"
+    stages = yaml.safe_load((own / "dvc.yaml").read_text())["stages"]
+    deps = {dep for stage in stages.values() for dep in stage["deps"]}
+    assert ".code/town" in deps
+    assert not [dep for dep in deps if dep.startswith("../") and (own / dep).is_dir()]
+    code.mkdir(parents=True)
+    (code / "town.py").write_text("one = 1\n")
+    (tmp_path / "benchmarks").mkdir()
+    for name in (".code", ".dvcignore"):
+        shutil.copy(own / name, tmp_path / "benchmarks" / name, follow_symlinks=False)
+
+    def dvc(*arguments):
+        asked = [sys.executable, "-m", "dvc", "--cd", str(tmp_path / "benchmarks"), *arguments]
+        return subprocess.check_output(asked, text=True)
+
+    dvc("init", "--no-scm", "--quiet")
+    (tmp_path / "benchmarks" / "dvc.yaml").write_text(
+        "stages: {cell: {cmd: 'true', deps: [.code/town]}}"
+    )
+    dvc("repro", "--quiet")
+    (code / "__pycache__").mkdir()
+    (code / "__pycache__" / "town.pyc").write_text("x")
+    assert json.loads(dvc("status", "--json")) == {}
+    (code / "town.py").write_text("one = 2\n")
+    assert list(json.loads(dvc("status", "--json"))) == ["cell"]
 
 
 def test_a_town_without_that_place_loses_its_last_one():

@@ -12,10 +12,10 @@ teacher), and `recurrent_ppo` and `lstm_ppo` (`benchmarks.learning_peers`), whic
 alone, in all places of as many of our batched worlds.
 
 Every now and then the present agent plays the held-out worlds of `evaluate`; that time is not
-counted. A rival ends when it gets as much as ours does at last, or when it has had TIMES our ticks
-and TIMES our processor time (the end-to-end network STRONGEST times that time). Its budget is read
-from the line `ours`, which is made first. A line that was stopped begins anew, and says so. One
-thread. The rivals need the `bench` extra, but for the end-to-end network.
+counted. A rival learns for as long as `curves_rivals.LENGTHS` says; the report refuses one that had
+less than TIMES our ticks or our processor time (the end-to-end network STRONGEST times that time),
+unless it got as much as ours. A line that was stopped begins anew, and says so. One thread. The
+rivals need the `bench` extra, but for the end-to-end network.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.curves_ours import Meter, ours
-from benchmarks.curves_report import LINES, OURS, RESULTS, plot, report, stages_of, table
+from benchmarks.curves_report import LINES, OURS, RESULTS, plot, report, stages_of, table, too_short
 from benchmarks.curves_rivals import (
+    LENGTHS,
     PEERS,
-    STRONGEST,
-    TIMES,
-    Budget,
     Imitator,
+    Length,
     Rewarded,
     Rival,
     rivals_points,
@@ -64,27 +63,11 @@ def processor() -> str:
     return named + torch.backends.cpu.get_cpu_capability()
 
 
-def budget() -> Budget:
-    """What the line `ours` took.
-
-    Raises:
-        HamletError: there is no such line.
-    """
-    path = RESULTS / f"{OURS}.json"
-    if not path.exists():
-        raise HamletError(
-            f"{path}: our own line is not there, by which the rivals' budget is measured",
-            f"run `python -m benchmarks.curves line {OURS}`",
-        )
-    last = read_json(path)["points"][-1]
-    return Budget(last["steps"], last["cpu_seconds"], last["mean_return"])
-
-
-def line(params: Params, name: str, seed: int, times: float | None = None) -> dict[str, Any]:
+def line(params: Params, name: str, seed: int, share: float = 1.0) -> dict[str, Any]:
     """Train and judge one line; it is written after every point, to go on being drawn.
 
     Args:
-        times: multiple of our processor time that a rival gets.
+        share: part of its length that a rival gets.
     """
     evaluated = params.seed + EVALUATION_SEED
     params = params.model_copy(update={"seed": seed})
@@ -110,15 +93,15 @@ def line(params: Params, name: str, seed: int, times: float | None = None) -> di
         found["scripted"] = {who: judge(scripted(who, evaluated)).mean().item() for who in SHOWN}
         ours(params, judge, meter, add)
     else:
-        allowed = budget()
-        times = times or STRONGEST.get(name, TIMES)
         rival: Rival = (
             Imitator(town, params.policy.teacher, seed)
             if name == "end_to_end"
             else Rewarded(town, name, seed, PEERS)
         )
         found["settings"] = rival.settings
-        for one in rivals_points(rival, allowed, times, judge, meter):
+        whole = LENGTHS[name]
+        length = Length(round(share * whole.steps), share * whole.cpu_seconds)
+        for one in rivals_points(rival, length, judge, meter):
             add(one)
     write_json(RESULTS / f"{name}.json", found)
     unfinished.unlink(missing_ok=True)
@@ -133,13 +116,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     one = what.add_parser("line", help="train one line and judge it as it learns")
     one.add_argument("name", choices=LINES)
     one.add_argument("--seed", type=int, help="default: that of params.yaml")
-    one.add_argument("--times", type=float, help="multiple of our processor time for a rival")
+    one.add_argument("--share", type=float, default=1.0, help="part of its length for a rival")
     what.add_parser("report", help="table and plot of the lines there are")
     args = parser.parse_args(arguments)
     if args.what == "line":
         params = load_params()
         seed = params.seed if args.seed is None else args.seed
-        found = line(params, args.name, seed, args.times)
+        found = line(params, args.name, seed, args.share)
         print(json.dumps({"line": args.name, **found["points"][-1]}))
         return 0
     lines = {name: read_json(path) for name in LINES if (path := RESULTS / f"{name}.json").exists()}
@@ -152,6 +135,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "run `dvc --cd benchmarks repro curves_report`",
         )
     rows = report(lines)
+    if short := too_short(rows):
+        raise HamletError(
+            f"shorter than they must be beside ours: {'; '.join(short)}",
+            "raise them in LENGTHS of benchmarks/curves_rivals.py and run "
+            "`dvc --cd benchmarks repro curves_report`",
+        )
     write_json(RESULTS.with_suffix(".json"), rows)
     with atomic_path(RESULTS.with_suffix(".md")) as path:
         path.write_text(table(rows), encoding="utf-8")

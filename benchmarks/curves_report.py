@@ -23,6 +23,8 @@ LINES = {
     "recurrent_ppo": "RecurrentPPO of Stable-Baselines3",
     "lstm_ppo": "PPO with an LSTM in one file",
 }
+TIMES, STRONGEST = 3.0, {"end_to_end": 10.0}
+"""How often our budget a rival must have had, of ticks and of time; and of time, who gets more."""
 AXES = {"steps": "agents' ticks", "cpu_seconds": "processor time, s"}
 SCRIPTED = {
     "expert": "the expert with the map", "expert_watching": "the teacher", "rest": "always REST",
@@ -105,6 +107,20 @@ def report(lines: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             "crossings": {key: crossings(ours, points, key) for key in AXES},
         }
     return {**told, "lines": rows}
+
+
+def too_short(found: Mapping[str, Any]) -> list[str]:
+    """In words, which rivals neither met ours nor learned for long enough not to."""
+    told = []
+    for name, row in found["lines"].items():
+        if name == OURS or row["meets_us"]:
+            continue
+        least = {"steps": TIMES, "cpu_seconds": STRONGEST.get(name, TIMES)}
+        for key, what in (("steps", "ticks"), ("cpu_seconds", "processor time")):
+            if row["times"][key] < least[key]:
+                had = f"{name} had {row['times'][key]:.2f} times our {what}"
+                told.append(f"{had}, not {least[key]:g}")
+    return told
 
 
 def amount(key: str, value: float) -> str:

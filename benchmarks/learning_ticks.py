@@ -19,6 +19,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from hamlet.export.frozen import load_frozen
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.compiling import compiled
 from hamlet.learning.learner import (
@@ -35,6 +36,7 @@ from hamlet.modules.agent import AgentState
 from hamlet.modules.contracts import Features, TownShape, observation_from
 from hamlet.modules.critic import Critic
 from hamlet.params import Params
+from stages import paths
 from stages.collect import make_town
 from stages.common import cores, keep_memory
 from stages.policy import make_mind
@@ -47,6 +49,9 @@ class Setting:
         self.params, self.town = params, make_town(params)
         self.shape = TownShape.of(self.town)
         self.mind, self.blank, _ = make_mind(params, self.town)
+        self.mind.perceive, self.mind.read_others = (
+            load_frozen(path, self.shape.pack_hash)[0] for path in (paths.PERCEPTION, paths.SOCIAL)
+        )
         self.critic = Critic(self.shape, params.policy.hidden)
 
     def slots(self, worlds: int) -> int:

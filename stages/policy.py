@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hamlet.artifacts import HamletError, atomic_path, write_card, write_json
+from hamlet.artifacts import HamletError, atomic_path, check_card, write_card, write_json
 from hamlet.export.frozen import freeze, load_frozen
 from hamlet.export.sense import load_sense
 from hamlet.learning import distributed
@@ -43,15 +43,28 @@ JUDGED_WORLDS, JUDGED_SEED = 64, 6
 to that of the parameters."""
 
 
+def lazily(
+    path: Path, pack: str, device: torch.device
+) -> tuple[Callable[..., tuple[Tensor, ...]], dict[str, Any]]:
+    """As `load_frozen`, but the graph is read when it is first asked: to read one takes seconds,
+    and where A and C sense in one graph nobody asks them by themselves."""
+    card = check_card(path, expect_pack=pack)
+    load = cache(lambda: load_frozen(path, pack, device)[0])
+    return lambda *inputs: load()(*inputs), card
+
+
 def make_mind(
     params: Params, town: Town, kind: type[Policy] = Policy
 ) -> tuple[Mind, Callable[..., AgentState], list[dict[str, Any]]]:
     """The frozen A, B and C with a new D, where the town is; blank minds of a number of worlds, and
     of agents in each; and the cards."""
     shape, sizes = TownShape.of(town), params.policy
-    perceive, a_card = load_frozen(paths.PERCEPTION, shape.pack_hash, town.device)
+    # ONNX Runtime's calls cannot be a part of a compiled graph, and this graph is for the CPU.
+    fused = not params.compile.rollout and town.device.type == "cpu"
+    graph = lazily if fused else load_frozen
+    perceive, a_card = graph(paths.PERCEPTION, shape.pack_hash, town.device)
     imagine_tick, b_card = load_frozen(paths.WORLD_MODEL, shape.pack_hash, town.device)
-    read_others, c_card = load_frozen(paths.SOCIAL, shape.pack_hash, town.device)
+    read_others, c_card = graph(paths.SOCIAL, shape.pack_hash, town.device)
     posted = timetable(town.pack)
     hours = posted.to(town.device)
     offered = imagined_menu(imagine_tick, shape, a_card["belief_dim"], hours, town.pack.start_hour)
@@ -67,8 +80,7 @@ def make_mind(
         sizes.emergency,
     ).to(town.device)
     mind = Mind(perceive, imagine_tick, read_others, policy, sizes.candidates, sizes.horizon)
-    # ONNX Runtime's calls cannot be a part of a compiled graph, and this graph is for the CPU.
-    if not params.compile.rollout and town.device.type == "cpu":
+    if fused:
         upstream = {"perception": a_card["sha256"], "social": c_card["sha256"]}
         mind.fused_sense = load_sense(paths.SENSE, shape.pack_hash, upstream)
 

@@ -11,8 +11,19 @@ import yaml
 
 from benchmarks import curves, curves_ours
 from benchmarks.curves_ours import STAGES, JudgedLog, Meter, chosen, collected, ours
-from benchmarks.curves_report import LINES, OURS, crossings, plot, report, stages_of, table
-from benchmarks.curves_rivals import TIMES, Budget, rivals_points
+from benchmarks.curves_report import (
+    LINES,
+    OURS,
+    STRONGEST,
+    TIMES,
+    crossings,
+    plot,
+    report,
+    stages_of,
+    table,
+    too_short,
+)
+from benchmarks.curves_rivals import LENGTHS, Length, rivals_points
 from hamlet.artifacts import HamletError, write_json
 from hamlet.modules.contracts import TownShape
 from hamlet.params import load_params
@@ -100,6 +111,22 @@ def test_the_report_says_in_words_where_a_rival_crosses_or_that_it_does_not():
     assert "overlap" in table(report(told(end_to_end=line((10, -1), (1000, 98.5)))))
 
 
+def test_a_rival_that_had_too_little_is_refused_unless_it_met_us():
+    def short(name: str, *points: tuple[float, float]) -> list[str]:
+        return too_short(report(told(**{name: line(*points)})))
+
+    assert short("lstm_ppo", (10, -1), (3000, 5)) == []
+    assert short("lstm_ppo", (10, -1), (2990, 5)) == [
+        "lstm_ppo had 2.99 times our ticks, not 3",
+        "lstm_ppo had 2.99 times our processor time, not 3",
+    ]
+    assert short("end_to_end", (10, -1), (10_000, 5)) == []
+    assert short("end_to_end", (10, -1), (9_000, 5)) == [
+        "end_to_end had 9.00 times our processor time, not 10"
+    ]
+    assert short("end_to_end", (10, -1), (20, 100)) == []
+
+
 def test_equal_lines_give_a_plot_of_equal_bytes(tmp_path):
     lines = told(end_to_end=line((10, 20), (3000, 90)))
     for name in ("one.svg", "two.svg"):
@@ -130,8 +157,13 @@ def test_every_line_has_a_stage_and_a_stale_one_is_refused(tmp_path, monkeypatch
     with pytest.raises(HamletError, match="other code or parameters than these: rival_line-end_to"):
         curves.main(["report"])
     assert asked == ["line-ours", "rival_line-end_to_end"]
-    assert not (tmp_path / "curves.json").exists()
     monkeypatch.setattr(curves, "stale", lambda names: [])
+    with pytest.raises(HamletError, match=r"end_to_end had 3\.00 times our processor time, not"):
+        curves.main(["report"])
+    assert not (tmp_path / "curves.json").exists()
+    long_enough = line((10, 20), (10_000, 90))
+    for name, found in told(end_to_end=long_enough).items():
+        write_json(tmp_path / "curves" / f"{name}.json", found)
     assert curves.main(["report"]) == 0
     assert {p.name for p in tmp_path.iterdir()} == {
         "curves", "curves.json", "curves.md", "curves.svg",
@@ -152,49 +184,42 @@ class Watch:
 class Growing:
     """A rival whose return is the number of its iterations; 10 ticks and 4 seconds each."""
 
-    def __init__(self, watch: Watch, most: float = float("inf")) -> None:
-        self.watch, self.most, self.steps, self.settings = watch, most, 0, {}
+    def __init__(self, watch: Watch) -> None:
+        self.watch, self.steps, self.settings = watch, 0, {}
 
     def learn(self) -> None:
         self.steps += 10
         self.watch.now += 4
 
     def seated(self, where: object) -> float:
-        return min(self.steps / 10, self.most)
+        return self.steps / 10
 
 
-OURS_TOOK = Budget(100, 100.0, 1e9)
-
-
-def points_of(watch, most=float("inf"), budget=OURS_TOOK, times=TIMES):
-    def judge(seated):
-        watch.now += 1000  # judging is not counted
-        return torch.full((4,), seated(None), dtype=torch.float64)
-
-    rival = Growing(watch, most)
-    return list(rivals_points(rival, budget, times, judge, Meter(), bar=False))
-
-
-def test_a_rival_has_three_times_our_ticks_and_our_time_and_is_judged_for_nothing(monkeypatch):
+def test_a_rival_has_its_ticks_and_its_time_and_is_judged_for_nothing(monkeypatch):
     watch = Watch(monkeypatch)
-    points = points_of(watch)
-    assert points[-1]["cpu_seconds"] == 4 * 75  # three times 100 s, at 4 s an iteration
+
+    def points_of(steps, seconds):
+        def judge(seated):
+            watch.now += 1000  # judging is not counted
+            return torch.full((4,), seated(None), dtype=torch.float64)
+
+        return list(rivals_points(Growing(watch), Length(steps, seconds), judge, Meter(), False))
+
+    points = points_of(100, 300.0)
+    assert points[-1]["cpu_seconds"] == 4 * 75  # 300 s, at 4 s an iteration
     assert points[-1]["steps"] == 750
+    assert points[-1]["mean_return"] == 75
     assert points[0]["cpu_seconds"] == 12  # the first iteration that ends after 10 s
     assert all(
         b["cpu_seconds"] > 1.3 * a["cpu_seconds"] for a, b in itertools.pairwise(points[:-1])
     )
-    assert points_of(watch, budget=Budget(1000, 1.0, 1e9))[-1]["steps"] == 3000
-    assert points_of(watch, times=10.0)[-1]["cpu_seconds"] == 1000
+    assert points_of(3000, 3.0)[-1]["steps"] == 3000
 
 
-def test_a_rival_that_gets_what_ours_gets_has_met_us(monkeypatch):
-    watch = Watch(monkeypatch)
-    points = points_of(watch, budget=Budget(100, 100.0, 20.0))
-    assert points[-1]["mean_return"] >= 20
-    assert all(p["mean_return"] < 20 for p in points[:-1])
-    assert points[-1]["steps"] < 300
-    assert points_of(watch, 19.0, Budget(100, 100.0, 20.0))[-1]["steps"] == 750
+def test_every_rival_has_a_length_and_who_gets_more_is_one_of_them():
+    assert set(LENGTHS) == set(LINES) - {OURS}
+    assert set(STRONGEST) < set(LENGTHS)
+    assert all(times > TIMES for times in STRONGEST.values())
 
 
 def test_ours_is_counted_from_the_first_recorded_tick_to_the_last_of_the_policy(monkeypatch):
@@ -255,9 +280,3 @@ def test_judging_draws_no_random_numbers_of_the_training(monkeypatch):
     told = torch.rand(3)
     torch.manual_seed(3)
     assert torch.equal(told, torch.rand(3))
-
-
-def test_without_our_line_a_rival_has_no_budget(tmp_path, monkeypatch):
-    monkeypatch.setattr(curves, "RESULTS", tmp_path)
-    with pytest.raises(HamletError, match=r"run `python -m benchmarks.curves line ours`"):
-        curves.budget()

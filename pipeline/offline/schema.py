@@ -25,7 +25,7 @@ import yaml
 from pydantic import Field as Option
 from pydantic import ValidationError, model_validator
 
-from hamlet.artifacts import HamletError
+from hamlet.artifacts import HamletError, parse_yaml
 from hamlet.params import Section
 
 Kind = Literal["vector", "sequence", "category", "grid"]
@@ -122,7 +122,7 @@ def load_schema(path: Path) -> Schema:
         HamletError: missing, not YAML, or naming the entry that is wrong.
     """
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = parse_yaml(path.read_text(encoding="utf-8"))
         return Schema.model_validate(data)
     except FileNotFoundError:
         raise HamletError(f"{path} is missing", "write the schema, or name it: --schema") from None

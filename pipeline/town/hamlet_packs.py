@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import yaml
 
+from hamlet.artifacts import parse_yaml
 from hamlet.town.check import build_pack
 from hamlet.town.schema import BASE_ACTIONS, Pack, PackError
 
@@ -146,7 +147,7 @@ def _read(path: Path) -> _Fields:
     if not path.is_file():
         raise PackError(f"{path.parent.name}: {path.name} is missing; a Hamlet pack needs it")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = parse_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError) as error:
         raise PackError(f"{path.name}: not readable: {' '.join(str(error).split())}") from None
     return _Fields(content, path.name)

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from hamlet.artifacts import HamletError, card_path, how_to_make
+from hamlet.artifacts import HamletError, card_path, how_to_make, parse_yaml
 from hamlet.town.check import build_pack, one_line
 from hamlet.town.hamlet_packs import load_hamlet_pack
 from hamlet.town.schema import Pack, PackError
@@ -60,7 +60,7 @@ def pack_of_card(card: Mapping[str, Any], agent: str | Path) -> Pack:
 
 def _read_with_parents(path: Path, depth: int = 0) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = parse_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError) as error:
         raise PackError(
             f"{path.name}: not readable as YAML: {' '.join(str(error).split())}"

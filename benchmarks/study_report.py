@@ -18,7 +18,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from scipy.stats import t as student
+from scipy.special import stdtrit
 
 from benchmarks.shifts import SHIFTS
 from hamlet.artifacts import atomic_path
@@ -58,7 +58,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     mean, count = statistics.fmean(values), len(values)
     if count < 2:
         return mean, float("inf")
-    half = student.ppf(0.975, count - 1) * statistics.stdev(values) / count**0.5
+    half = stdtrit(count - 1, 0.975) * statistics.stdev(values) / count**0.5
     return mean, float(half)
 
 

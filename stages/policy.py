@@ -48,8 +48,8 @@ def lazily(
 ) -> tuple[Callable[..., tuple[Tensor, ...]], dict[str, Any]]:
     """As `load_frozen`, but the graph is read when it is first asked: to read one takes seconds,
     and where A and C sense in one graph nobody asks them by themselves."""
-    card = check_card(path, expect_pack=pack)
-    load = cache(lambda: load_frozen(path, pack, device)[0])
+    card, place = check_card(path, expect_pack=pack), path.absolute()
+    load = cache(lambda: load_frozen(place, pack, device)[0])
     return lambda *inputs: load()(*inputs), card
 
 

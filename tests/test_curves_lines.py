@@ -1,4 +1,4 @@
-"""Whole lines of `benchmarks.curves`, on the preset tiny, with less time than a rival is given."""
+"""Whole lines of `benchmarks.curves`, on the preset tiny, a rival's a thousandth of its length."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import sys
 
 import pytest
-import yaml
 
 from benchmarks.curves_report import OURS
 from benchmarks.curves_rivals import LENGTHS
@@ -31,12 +30,8 @@ def test_lines_are_made_and_are_refused_until_dvc_has_made_them(copy):
         file.unlink()
     last = {OURS: json.loads(run("line", OURS).stdout)}
     assert "keeps no map of what it saw" in told_in_one_line("line", "end_to_end")
-    params = yaml.safe_load((copy.path / "params.yaml").read_text())
-    params["policy"]["teacher"] = "expert_watching"
-    (copy.path / "params.yaml").write_text(yaml.safe_dump(params))
-    for name in ("end_to_end", "lstm_ppo"):
-        last[name] = json.loads(run("line", name, "--share", "0.004").stdout)
-        assert last[name]["steps"] >= 0.004 * LENGTHS[name].steps
+    last["lstm_ppo"] = json.loads(run("line", "lstm_ppo", "--share", "0.001").stdout)
+    assert last["lstm_ppo"]["steps"] >= 0.001 * LENGTHS["lstm_ppo"].steps
     for name, end in last.items():
         points = read_json(lines / f"{name}.json")["points"]
         assert points[-1] == pytest.approx({k: v for k, v in end.items() if k != "line"}, rel=1e-4)

@@ -7,6 +7,8 @@ import torch
 from tensordict import TensorDict
 from torch.nn import functional as F
 
+from benchmarks.curves_ours import Meter
+from benchmarks.curves_rivals import Imitator, Length, rivals_points
 from benchmarks.end_to_end import (
     OBSERVED,
     EndToEnd,
@@ -18,6 +20,8 @@ from benchmarks.end_to_end import (
     map_targets,
     one_of_many,
 )
+from benchmarks.study import HELD_OUT_WORLDS
+from hamlet.artifacts import HamletError
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.rollout import collect, fused_step
 from hamlet.modules.contracts import TownShape
@@ -270,3 +274,28 @@ def test_the_loss_asks_only_of_the_living():
         assert torch.isfinite(value)
         torch.testing.assert_close(value, again[name])
     assert set(OBSERVED) <= set(data.keys())
+
+
+def test_as_a_line_of_the_curves_it_learns_and_plays_as_it_has_learned():
+    town = Town(load_pack("l4_contention").model_copy(update={"lifespan": 12}), num_layouts=8)
+    rival = Imitator(town, "expert_searching", 0, SMALL)
+    assert rival.settings["width"] == SMALL.width
+    assert rival.settings["teacher"] == "expert_searching"
+    before = [weight.clone() for weight in rival.learner.average.parameters()]
+
+    def judge(seated) -> torch.Tensor:
+        player, memory = seated(town)
+        world = town.reset(1, HELD_OUT_WORLDS)
+        after, _, _ = fused_step(town, player)(world, memory)
+        assert (after["tick"] == 1).all()
+        changed = [
+            (new - old).abs().max()
+            for new, old in zip(player.model.parameters(), before, strict=True)
+        ]
+        return torch.stack(changed).double()
+
+    (only,) = rivals_points(rival, Length(1, 0.0), judge, Meter(), bar=False)
+    assert only["mean_return"] > 0  # who plays is who learned
+    assert only["steps"] == rival.steps == SMALL.worlds * town.num_agents * 12
+    with pytest.raises(HamletError, match="expert keeps no map of what it saw"):
+        Imitator(town, "expert", 0, SMALL)

@@ -94,14 +94,14 @@ def curve(repo, stage: str) -> list[list[float]]:
 
 @pytest.mark.parametrize("stage", ["perception", "world_model", "policy", "prove"])
 def test_a_stage_on_two_ranks_makes_what_one_process_makes(copy, stage, capsys):
-    if stage in UPDATES:
-        copy.set(*UPDATES[stage])
-    before = numbers(copy, stage)
     copy.env["OMP_NUM_THREADS"] = "1"
-    alone = copy.stage(stage)
-    assert alone.returncode == 0, alone.stderr
+    if stage in UPDATES:  # else what one process makes is there already
+        before = numbers(copy, stage)
+        copy.set(*UPDATES[stage])
+        alone = copy.stage(stage)
+        assert alone.returncode == 0, alone.stderr
+        assert (numbers(copy, stage) - before).abs().max() > 1e-3
     expected, expected_curve = numbers(copy, stage), curve(copy, stage)
-    assert (expected - before).abs().max() > 1e-3 or stage not in UPDATES
     bytes_of_one = {path.name: path.stat().st_size for path in made(copy, stage)}
     for path in made(copy, stage):
         path.unlink()
@@ -168,10 +168,8 @@ def first_step(stage: str, said: str) -> int:
 def test_without_one_rank_the_other_ends_and_the_same_command_goes_on(copy):
     """Either rank of perception is killed by `tracking/test_kills.py`."""
     stage = "policy"
-    (copy.path / "eager.py").write_text(EAGER)
-    two_ranks(copy, "eager.py", stage)
-    expected = [sha256_file(path) for path in made(copy, stage)]
-
+    before = [sha256_file(path) for path in made(copy, stage)]
+    expected = numbers(copy, stage)  # of one process
     code, said, seconds = kill_a_rank(copy, stage, 1)
     assert code != 0
     assert seconds < 60
@@ -181,13 +179,13 @@ def test_without_one_rank_the_other_ends_and_the_same_command_goes_on(copy):
         r"|was interrupted: the checkpoint .* the same command resumes from it)",
         ours,
     ), said
-    assert [sha256_file(path) for path in made(copy, stage)] == expected  # nothing half-written
+    assert [sha256_file(path) for path in made(copy, stage)] == before  # nothing half-written
     for path in made(copy, stage):
         path.unlink()
 
     done = two_ranks(copy, "eager.py", stage)
     assert first_step(stage, done.stderr) > 0, "began again instead of resuming"
-    assert [sha256_file(path) for path in made(copy, stage)] == expected
+    torch.testing.assert_close(numbers(copy, stage), expected, atol=1e-5, rtol=0)
     assert not list((copy.path / "checkpoints").glob(f"{stage}-*/"))
 
 

@@ -23,10 +23,24 @@ def inductor_options() -> dict[str, Any]:
     inside its own vector types (loads of bools, gathers): the same compiler by its other name, c++,
     makes code that is up to six times as fast.
     """
+    spare_work()
     if "CXX" in os.environ or not shutil.which("c++"):
         return {}
     find_headers()
     return {"cpp.cxx": (None, "c++")}
+
+
+@cache
+def spare_work() -> None:
+    """Let inductor fill its one table of the types that operations give once.
+
+    It fills it anew for every operation that it writes down, which is a seventh of a compilation.
+    """
+    import torch._inductor.lowering  # noqa: F401 - late, as to import it takes a while; its rules
+    from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
+
+    if DtypePropagationOpsHandler() is DtypePropagationOpsHandler():  # else each has its own
+        setattr(DtypePropagationOpsHandler, "__init__", lambda table: None)  # noqa: B010
 
 
 @cache

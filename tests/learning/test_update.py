@@ -271,6 +271,18 @@ def test_compiled_headers_are_named_as_the_compiler_looks_for_them():
     assert set(Path(FOLDER).glob(f"*.{other}")) == before
 
 
+def test_inductor_fills_its_table_of_types_once_and_fully():
+    from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
+    from torch._inductor.ops_handler import OP_NAMES
+
+    inductor_options()
+    table = DtypePropagationOpsHandler()
+    rule = table.add
+    assert DtypePropagationOpsHandler() is table
+    assert table.add is rule  # and not another of the same
+    assert set(OP_NAMES) <= set(dir(table))
+
+
 @pytest.mark.slow
 def test_cuda_graphs_keep_one_shape_and_run_the_others_eager():
     """On the CPU nothing is replayed, but what guards a replay is the same."""

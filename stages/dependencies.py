@@ -51,6 +51,7 @@ NEUTRAL = {
     "pipeline/learning/log.py": "what a training reports to",
     "pipeline/town/render.py": "pictures, which only DRAWN show",
 }
+STATEMENTS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 DRAWN = {"evaluate"}  # stages that make pictures of the town
 
 
@@ -94,7 +95,8 @@ def _imported(module: str, node: ast.AST) -> Iterator[tuple[str, str | None]]:
             above = package.split(".")[: len(package.split(".")) - child.level + 1]
             base = ".".join([*(above if child.level else []), *filter(None, [child.module])])
             yield from ((base, alias.name) for alias in child.names)
-        if not _for_types(child):
+        # No expression holds one, and most of a tree is expressions.
+        elif isinstance(child, STATEMENTS) and not _for_types(child):
             yield from _imported(module, child)
 
 

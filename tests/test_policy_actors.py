@@ -1,4 +1,4 @@
-"""`python -m stages.policy --actors N`: what is asked for, and a whole stage with two."""
+"""The policy stage: graphs that are read when they are asked, and `--actors N`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,49 @@ import pytest
 import torch
 
 from hamlet.artifacts import HamletError
+from hamlet.export.frozen import freeze, load_frozen
 from hamlet.params import load_params
-from stages.policy import cast_of
+from stages import policy
+from stages.policy import cast_of, lazily
 
 TINY = load_params(Path(__file__).parents[1] / "params.yaml", "tiny")
 
 
 def of(**changes):
     return TINY.model_copy(update={"policy": TINY.policy.model_copy(update=changes)})
+
+
+def test_a_graph_is_read_once_when_it_is_asked_from_wherever_that_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    layer, x, pack = torch.nn.Linear(3, 2), torch.rand(4, 3), "p" * 64
+    file = Path("layer.pt2")
+
+    class Answers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return (self.layer(x),)
+
+    freeze(Answers(), {"x": x}, ["y"], file, kind="layer", pack=pack, upstream={}, extra={})
+    read = []
+
+    def counted(path, *given):
+        read.append(path)
+        return load_frozen(path, *given)
+
+    monkeypatch.setattr(policy, "load_frozen", counted)
+    ask, card = lazily(file, pack, torch.device("cpu"))
+    assert card["kind"] == "layer"
+    assert not read
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    for _ in range(2):
+        torch.testing.assert_close(ask(x)[0], layer(x))
+    assert len(read) == 1
+    with pytest.raises(HamletError, match="pack"):
+        lazily(tmp_path / file, "q" * 64, torch.device("cpu"))
 
 
 def test_actors_are_for_impala_and_share_the_worlds():

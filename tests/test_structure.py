@@ -148,9 +148,16 @@ def below(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """What is directly below and may hold statements: not what is in expressions, which is most."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield child
+
+
 def import_nodes(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
     """Imports anywhere below, in functions too, but for those made only for type checkers."""
-    for child in ast.iter_child_nodes(node):
+    for child in statements(node):
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield child
         elif not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)):
@@ -195,9 +202,10 @@ def imports(module: str) -> frozenset[str]:
 
 
 def functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for child in ast.walk(node):
+    for child in statements(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             yield child
+        yield from functions(child)
 
 
 def where(module: str) -> str:

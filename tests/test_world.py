@@ -155,6 +155,7 @@ def test_an_experiment_does_not_set_what_the_preset_overrules(repo, monkeypatch,
 DVC = [sys.executable, "-m", "dvc"]
 
 
+@pytest.mark.slow
 def test_dvc_sees_an_edit_of_what_a_pack_extends(repo):
     """The real dvc, with the stage `world` as it is and two that stand for the others."""
     import yaml

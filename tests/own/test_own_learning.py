@@ -225,6 +225,7 @@ def memory(recall, tmp_path):
     return share, learned.numbers["trailing_return"]
 
 
+@pytest.mark.slow
 def test_a_hint_of_the_first_tick_is_remembered_and_used_only_with_recall(tmp_path):
     """0.5 is guessing, 1 the best; a guesser's luckiest 40 episodes are somewhat above."""
     share, earned = memory(1.0, tmp_path / "with")

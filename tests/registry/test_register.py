@@ -210,6 +210,7 @@ def test_nothing_to_do_imports_neither_pytorch_nor_mlflow(repo):
     assert len(runs()) == 2
 
 
+@pytest.mark.slow
 def test_what_somebody_changed_since_is_looked_at(repo, capsys, tmp_path):
     register.main()
     tracking.client().delete_registered_model_alias("hamlet-agent", "champion")

@@ -10,7 +10,16 @@ import time
 
 import numpy as np
 import pytest
-from policies import HIDDEN, MAKERS, OBS, by_raw_onnxruntime, hand_made_gru, rl_games_lstm
+from policies import (
+    HIDDEN,
+    MAKERS,
+    OBS,
+    by_raw_onnxruntime,
+    cleanrl_lstm,
+    hand_made_gru,
+    rl_games_lstm,
+    sb3_ppo,
+)
 from served import Served
 
 from benchmarks.serving import http, json_request
@@ -25,11 +34,18 @@ def observations(ticks: int, lives: int) -> np.ndarray:
     return rng.uniform(-1, 1, (ticks, lives, OBS)).round(4).astype(np.float32)
 
 
-@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
-def test_interleaved_lives_act_as_raw_onnxruntime(make, tmp_path):
-    """100 lives of 200 ticks over 16 connections, each tick by whoever comes next."""
+@pytest.mark.parametrize(
+    ("make", "ticks"),
+    [
+        *((make, 30) for make in MAKERS),
+        *(pytest.param(make, 200, marks=pytest.mark.slow) for make in (cleanrl_lstm, sb3_ppo)),
+    ],
+    ids=lambda given: getattr(given, "__name__", str(given)),
+)
+def test_interleaved_lives_act_as_raw_onnxruntime(make, ticks, tmp_path):
+    """100 lives over 16 connections, each tick by whoever comes next."""
     made = make(tmp_path)
-    ticks, lives = 200, 100
+    lives = 100
     seen = observations(ticks, lives)
     expected = by_raw_onnxruntime(made, seen)
     name = made.path.stem
@@ -66,7 +82,7 @@ def test_interleaved_lives_act_as_raw_onnxruntime(make, tmp_path):
         rows = server.ask("GET", "/metrics").body.decode()
     assert at == [ticks] * lives
     if told["batched"]:  # lives were in batches together
-        assert 'hamlet_batch_rows_bucket{le="1.0"} 20000.0' not in rows
+        assert f'hamlet_batch_rows_bucket{{le="1.0"}} {lives * ticks}.0' not in rows
     if expected.dtype == np.int64:
         np.testing.assert_array_equal(got, expected)
         assert len(np.unique(expected)) > 1

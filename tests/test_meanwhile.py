@@ -10,6 +10,7 @@ import torch
 
 from hamlet.artifacts import HamletError
 from hamlet.params import load_params
+from stages import evaluate
 from stages import meanwhile as here
 from stages.meanwhile import meanwhile
 
@@ -43,3 +44,14 @@ def test_one_that_ends_without_a_result_is_told(monkeypatch):
     monkeypatch.setattr(here, "cores", lambda: 2)
     with pytest.raises(HamletError, match="ended with exit code 7"):
         meanwhile(ends, PARAMS)()
+
+
+def test_few_worlds_are_not_worth_a_process(monkeypatch):
+    asked = []
+    monkeypatch.setattr(evaluate, "meanwhile", lambda work, params: asked.append(work))
+    monkeypatch.setattr(evaluate, "played", lambda params, shown: shown)
+    evaluate.scripted_lives(PARAMS)
+    assert len(asked) == 1
+    few = PARAMS.evaluate.model_copy(update={"worlds": evaluate.APART - 1})
+    assert evaluate.scripted_lives(PARAMS.model_copy(update={"evaluate": few}))() is True
+    assert len(asked) == 1

@@ -55,7 +55,7 @@ def interrupted(repo, *arguments: str, victim: str) -> tuple[int, str]:
         below = psutil.Process(run.pid).children(recursive=True)
         children = [c for c in below if not c.name().endswith("Agent")]
         if victim == "member":
-            members = [c for c in children if "spawn_main" in " ".join(c.cmdline())]
+            members = [c for c in children if c.ppid() != run.pid]  # forks of the driver's child
             members[-1].send_signal(signal.SIGKILL)
             children = []
         else:

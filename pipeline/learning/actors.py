@@ -32,6 +32,16 @@ from hamlet.params import PolicyParams
 GRACE = 10.0  # seconds
 
 
+def forks() -> Any:
+    """How a process is started: as a fork of one that has PyTorch imported, which takes seconds and
+    is done once; where the system cannot, each imports it."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "tensordict"])
+    return context
+
+
 class Cast(NamedTuple):
     """Who acts in other processes.
 
@@ -72,7 +82,7 @@ class Actors:
         iteration: int,
         rows: dict[str, Any],
     ) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = forks()
         self.processes, self.told, self.heard = [], [], []
         for index in range(cast.size):
             weights, tell = context.Pipe(duplex=False)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hamlet.artifacts import HamletError
+from hamlet.learning.actors import forks
 from hamlet.learning.pbt import Engine, Train, Turn
 
 RESTARTS = 3  # per generation
@@ -28,7 +29,7 @@ RESTARTS = 3  # per generation
 @contextmanager
 def processes(workers: int) -> Iterator[Engine]:
     """Members in so many processes of this machine, which stay from generation to generation."""
-    context = multiprocessing.get_context("spawn")
+    context = forks()
     pool: ProcessPoolExecutor | None = None
     others = multiprocessing.active_children()
 

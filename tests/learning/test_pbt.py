@@ -214,7 +214,7 @@ def test_a_search_that_fails_ends_its_members_and_nobody_else(tmp_path):
     left = multiprocessing.active_children()
     bystander.kill()
     assert bystander in left
-    assert not [child for child in left if child is not bystander and "Spawn" in repr(child)]
+    assert not [child for child in left if child is not bystander and "ForkServer" in repr(child)]
 
 
 # ------------------------------------------------------------------------------------------------

@@ -125,7 +125,8 @@ def run_stage(name: str, folder: Path) -> None:
     Raises:
         HamletError: it failed; with its own last line.
     """
-    drop = ("DVC_", "HAMLET_", "MLFLOW_", "PYTHONPATH")
+    ours = ("HAMLET_BESIDE", "HAMLET_EXECUTION", "HAMLET_LAUNCHER", "HAMLET_PROFILE")
+    drop = ("DVC_", "MLFLOW_", "PYTHONPATH", *ours)  # as in a shell that has just begun
     env = {key: value for key, value in os.environ.items() if not key.startswith(drop)}
     env |= {"DVC_ROOT": str(folder), "HAMLET_DEVICE": "cpu"}
     command = [sys.executable, "-m", f"stages.{name}"]

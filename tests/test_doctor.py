@@ -128,12 +128,10 @@ def test_without_git_the_fix_is_named_and_mends_it(repo):
     assert "stages" not in by_name() or by_name()["stages"].status != "fail"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "left"),
-    [
-        (".dvc/tmp/rwlock", ""),
-        pytest.param("dvc.lock", "schema: '2.0'\nstages:\n  one:\n", marks=pytest.mark.slow),
-    ],
+    [(".dvc/tmp/rwlock", ""), ("dvc.lock", "schema: '2.0'\nstages:\n  one:\n")],
 )
 def test_what_a_killed_dvc_leaves_half_written_is_named_and_mended(repo, file, left):
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]

@@ -236,6 +236,7 @@ def test_the_teacher_acts_less_and_less_in_turns():
     assert changes[1] == pytest.approx(0.5 / 16, abs=0.005)
 
 
+@pytest.mark.slow
 def test_in_seconds_it_does_more_of_what_the_teacher_does():
     """On a small town in which a life is short; what it is judged by are the averaged weights."""
     pack = load_pack("l0_full_view").model_copy(update={"lifespan": 60})

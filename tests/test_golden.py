@@ -19,7 +19,10 @@ def test_every_recipe_has_its_numbers():
     assert all(len(numbers) > 5 for numbers in kept().values())
 
 
-@pytest.mark.parametrize("name", RECIPES)
+SLOW = {"trainers": pytest.mark.slow}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW.get(n, ())) for n in RECIPES])
 def test_numbers_are_what_they_were(name):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

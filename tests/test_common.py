@@ -258,6 +258,7 @@ print(told().hblkhd - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library's memory")
 def test_a_large_tensor_is_not_given_back_to_the_system():
     """Nor borrowed from it for itself alone, which is what makes it go back when it is freed."""

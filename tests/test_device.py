@@ -337,6 +337,7 @@ def test_without_a_gpu_the_benchmark_says_so_and_measures_nothing(monkeypatch, c
     assert "nothing is measured" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_its_measures_are_numbers_where_they_can_run():
     """Eager, on the CPU, at a size that says nothing of speed; each waits once for its turn."""
     setting, turns = Untrained(default_params(), torch.device("cpu")), []

@@ -273,6 +273,7 @@ def sharp(shape, seed: int) -> WorldModel:
     return model
 
 
+@pytest.mark.slow
 def test_the_frozen_graph_runs_in_bfloat16_too(shape, tmp_path):
     """As in the policy's rollouts, where what a network says is half a number's width."""
     model, d = sharp(shape, 2), 2 * shape.num_affordances + LOOK + LATENT

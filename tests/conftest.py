@@ -94,6 +94,17 @@ def own_mlflow() -> Iterator[None]:
     os.environ.update(before)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """PyTorch computes in one thread, so that sums are added up in one order."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Repo:
     """The repository after one `dvc repro` of the preset tiny. Tests that change it `copy`."""

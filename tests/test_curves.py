@@ -33,12 +33,7 @@ ROOT = Path(__file__).parents[1]
 PARAMS = load_params(ROOT / "params.yaml", "tiny")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # ------------------------------------------------------------------ where lines cross

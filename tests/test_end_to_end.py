@@ -32,12 +32,7 @@ SHAPE = TownShape.of(TOWN)
 SMALL = Settings(width=16, memory=16, worlds=2, kept=2, passes=1.0, lives=4, chunk=10, led=2)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def played(town: Town, ticks: int) -> tuple[EndToEnd, TensorDict]:

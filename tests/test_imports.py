@@ -45,6 +45,39 @@ def test_the_walk_sees_what_is_there():
     assert "hamlet.ort" in reached("hamlet.cli")  # imported inside a function, two steps away
 
 
+EVERYWHERE = """
+import at_first
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    import for_types
+try:
+    import tried
+except ImportError:
+    import caught
+finally:
+    import at_last
+for _ in ():
+    with open(""):
+        import within
+match 1:
+    case 1:
+        import matched
+class Some:
+    async def work(self):
+        import late
+"""
+
+
+def test_an_import_is_seen_wherever_a_statement_may_be(tmp_path, monkeypatch):
+    (tmp_path / "stages").mkdir()
+    (tmp_path / "stages" / "everywhere.py").write_text(EVERYWHERE)
+    monkeypatch.setattr(dependencies, "ROOT", tmp_path)
+    seen = imports("stages.everywhere")
+    words = ["at_first", "tried", "caught", "at_last", "within", "matched", "late"]
+    assert seen >= set(words), set(words) - seen
+    assert "for_types" not in seen
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_stage_can_reach_the_class_of_another_stages_module(stage):
     seen = reached(f"stages.{stage}")

@@ -13,10 +13,7 @@ from hamlet.learning.rollout import learn
 from hamlet.learning.update import Apart, Update, merged
 from tests.learning.test_distributed import actor, batches, ppo, weights
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def two_models(slots, stored=None):

@@ -32,9 +32,7 @@ from hamlet.town import Scripted, Town, load_pack
 CLOSE = {"atol": 1e-6, "rtol": 1e-5}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def weights(model: nn.Module) -> torch.Tensor:

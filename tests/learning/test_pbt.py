@@ -218,6 +218,20 @@ def test_a_search_that_fails_ends_its_members_and_nobody_else(tmp_path):
     assert left == before
 
 
+def failing_beside_one_that_sleeps(turn: Turn) -> float:
+    if turn.member:
+        time.sleep(60)
+    raise HamletError(f"member {turn.member} fails")
+
+
+def test_a_search_that_fails_does_not_wait_for_who_still_trains():
+    turns = [Turn(0, member, 0, {}) for member in range(2)]
+    began = time.monotonic()
+    with pytest.raises(HamletError, match="member 0 fails"), processes(2) as run:
+        run(failing_beside_one_that_sleeps, turns)
+    assert time.monotonic() - began < 40
+
+
 # ------------------------------------------------------------------------------------------------
 # Module C as a member
 

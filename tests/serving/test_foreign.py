@@ -10,16 +10,7 @@ import time
 
 import numpy as np
 import pytest
-from policies import (
-    HIDDEN,
-    MAKERS,
-    OBS,
-    by_raw_onnxruntime,
-    cleanrl_lstm,
-    hand_made_gru,
-    rl_games_lstm,
-    sb3_ppo,
-)
+from policies import HIDDEN, MAKERS, OBS, by_raw_onnxruntime, hand_made_gru, rl_games_lstm
 from served import Served
 
 from benchmarks.serving import http, json_request
@@ -38,7 +29,7 @@ def observations(ticks: int, lives: int) -> np.ndarray:
     ("make", "ticks"),
     [
         *((make, 30) for make in MAKERS),
-        *(pytest.param(make, 200, marks=pytest.mark.slow) for make in (cleanrl_lstm, sb3_ppo)),
+        *(pytest.param(make, 200, marks=pytest.mark.slow) for make in MAKERS),
     ],
     ids=lambda given: getattr(given, "__name__", str(given)),
 )

@@ -132,6 +132,7 @@ def measure(params: Params) -> dict[str, dict[str, int]]:
                 "active": torch.ones(slots, dtype=torch.bool),
                 "expert_goal": goal,
                 "expert_action": goal,
+                "expert_odds": torch.ones(slots, shape.num_goals) / shape.num_goals,
                 "returns": torch.zeros(slots),
                 "privileged": torch.zeros(slots, privileged_dim(shape)),
             },

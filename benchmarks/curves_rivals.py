@@ -23,7 +23,7 @@ class Length(NamedTuple):
 
 LENGTHS = {
     "end_to_end": Length(10_890_000, 3600.0),
-    "recurrent_ppo": Length(10_890_000, 1076.0),
+    "recurrent_ppo": Length(13_900_000, 1076.0),
     "lstm_ppo": Length(10_890_000, 1076.0),
 }
 """Not measured by ours, so that a change of ours draws no rival anew: the report asks whether it is

@@ -198,7 +198,7 @@ def update_ms(setting: Untrained, precision: str, rows: int, seconds: float, tur
         record = step(world, carry, every, None)[2]
     batch = TensorDict(record, batch_size=len(record["active"]))
     batch["returns"] = torch.zeros(len(batch), device=device)
-    batch["expert_action"] = batch["action"]
+    batch["expert_action"], batch["expert_goal"] = batch["action"], batch["goal"]
     policy: Any = setting.mind.policy
     losses = PolicyLosses(policy, setting.critic, setting.params.policy)
     trained = [*policy.parameters(), *setting.critic.parameters()]

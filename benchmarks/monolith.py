@@ -2,8 +2,9 @@
 
 Encoders, a GRU, an actor and a critic, trained by backpropagation through a rollout's ticks:
 imitation of the expert that module D imitates, in the same schedule, then PPO, with the expert
-still telling (Schmitt et al. 2018). As module D it is told the expert's goals too: naming them is
-an auxiliary task (Jaderberg et al. 2017). The study (`benchmarks.study`) trains and plays it.
+still telling (Schmitt et al. 2018). As module D it is told the odds of the expert's goals too:
+naming them is an auxiliary task (Jaderberg et al. 2017). The study (`benchmarks.study`) trains and
+plays it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from hamlet.learning.losses import (
     imitation_loss,
     normalise,
     ppo_policy_loss,
+    told_loss,
     value_loss,
     weighted_mean,
 )
@@ -132,9 +134,10 @@ class MonolithPlayer:
         }
         acted = action.unflatten(0, (-1, n))
         if self.teacher is not None:
-            told, goal, expert = self.teacher.act(world, expert)
+            told, _, odds = self.teacher.tell(world, expert)
+            expert = self.teacher.watch(world, expert)
             record["expert_action"] = told.flatten()
-            record["expert_goal"] = goal.flatten()
+            record["expert_odds"] = odds.flatten(0, 1)
             if driven is not None:
                 acted = torch.where(driven.unsqueeze(-1), told, acted)
         return acted, Playing(hidden, expert), record
@@ -193,7 +196,7 @@ def train_monolith(
         both, weight = model.unroll(batch), batch["active"].float()
         logits, values = model.decide(both)
         told, metrics = imitation_loss(logits, batch["expert_action"], weight)
-        named, _ = imitation_loss(model.intention(both), batch["expert_goal"], weight)
+        named, _ = told_loss(model.intention(both), batch["expert_odds"], weight)
         fit = 0.5 * weighted_mean((values - batch["returns"]).square(), weight)
         return told + named + fit, metrics
 

@@ -154,16 +154,18 @@ def test_who_learns_alone_is_led_in_its_own_place_while_the_others_rest():
     learner = Learner(TOWN, SHAPE, mind, Critic(SHAPE, 8), expert, co_players)
     world, driven = TOWN.reset(3, 12), torch.arange(12) < 6
     thinking = torch.tensor([1, 5, 9])
-    asked = driven.index_fill(0, thinking, True)
     memory = RolloutCarry(blank(12, 1), expert.reset(world), co_players.start(12))
     shown, meant, _ = expert.act(world, memory.expert)
     seen = TOWN.observe(world)
-    action, after, record = learner.act(world, seen, memory, None, led(thinking, driven))
+    action, after, record = learner.act(world, seen, memory, thinking, led(driven))
     assert torch.equal(action[driven, 0], shown[driven, 0])
     assert torch.equal(after.agent.goal[driven], meant[driven, 0])
     assert (action[:, 1:] == SHAPE.action_names.index("WAIT")).all()
-    assert torch.equal(record["expert_action"], torch.where(asked, shown[:, 0], 0))
-    assert torch.equal(record["expert_goal"], torch.where(asked, meant[:, 0], 0))
+    assert torch.equal(record["expert_action"], torch.where(driven, shown[:, 0], 0))
+    assert torch.equal(record["expert_goal"], torch.where(driven, meant[:, 0], 0))
+    told = learner.told(world, memory.expert)
+    assert torch.equal(told["expert_goal"], meant[:, :1])
+    assert torch.equal(told["expert_odds"].argmax(-1), meant[:, :1])
 
 
 def test_an_interrupted_training_alone_ends_the_same(tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ from hamlet.town import Town, counter_uniform
 
 GOAL_STREAM, ACTION_STREAM = 1000, 2000
 SENSED = RawObservation._fields
+TOLD = ("expert_action", "expert_goal", "expert_odds")
 
 
 def first_state(
@@ -90,20 +91,19 @@ def thinking_in(iteration: int, worlds: int, params: PolicyParams) -> list[Tenso
 
 
 class Led(NamedTuple):
-    """Worlds of a tick of imitation: of which the expert is asked, and where the learner acts."""
+    """Who acts in the worlds of imitation."""
 
-    asked: Tensor
-    """int64 [.] ascending: those that it drives, and those whose agents deliberate."""
+    driven: Tensor
+    """int64 [.] ascending: where the expert acts."""
     free: Tensor
-    """int64 [.] ascending: those that it does not drive."""
+    """int64 [.] ascending: where the learner does."""
     judged: bool = False
     """Whether the critic says what it thinks of the worlds."""
 
 
-def led(thinking: Tensor, driven: Tensor) -> Led:
-    """Of the worlds int64 [.] whose agents deliberate, and bool [B] where the expert acts."""
-    asked = driven.index_fill(0, thinking, True)
-    return Led(asked.nonzero().flatten(), (~driven).nonzero().flatten())
+def led(driven: Tensor) -> Led:
+    """Of the worlds bool [B] in which the expert acts."""
+    return Led(driven.nonzero().flatten(), (~driven).nonzero().flatten())
 
 
 class RolloutCarry(NamedTuple):
@@ -164,10 +164,12 @@ class CoPlayers(Protocol):
 
 
 class Teacher(Protocol):
-    """Says what it would do in the place of every agent, and to what end; see `Scripted`."""
+    """Says what it would do in the place of every agent, to what end, and how surely; see
+    `Scripted`."""
 
     def reset(self, state: TensorDict) -> TensorDict: ...
     def act(self, state: TensorDict, memory: TensorDict) -> tuple[Tensor, Tensor, TensorDict]: ...
+    def tell(self, state: TensorDict, memory: TensorDict) -> tuple[Tensor, Tensor, Tensor]: ...
     def watch(self, state: TensorDict, memory: TensorDict) -> TensorDict: ...
 
 
@@ -196,22 +198,21 @@ class Learner:
         world: TensorDict,
         seen: TensorDict,
         memory: RolloutCarry,
-        thinking: Tensor | None,
+        thinking: Tensor,
         led: Led | None,
     ) -> tuple[Tensor, RolloutCarry, Record]:
         """Sampled actions int64 [B, N].
 
         Args:
-            thinking: int64 [B / meta_period] the worlds whose agents deliberate now; None in
-                imitation.
-            led: where the expert acts, in imitation, in which nothing is imagined; None in PPO.
-                What the expert would do is asked, and recorded, only where it acts or agents
-                deliberate; elsewhere the record holds zeros.
+            thinking: int64 [.] the worlds whose agents deliberate now. Not read in imitation, in
+                which nothing is imagined.
+            led: where the expert acts, in imitation; None in PPO.
+                What the expert does is recorded where it acts; elsewhere the record holds zeros
+                (see `told`).
         """
         if led is not None:
             acted, agent, expert, record = self._imitate(world, seen, memory, led)
         else:
-            assert thinking is not None
             acted, agent, expert, record = self._improve(world, seen, memory, thinking)
         if led is None or led.judged:
             record["privileged"] = self.privileged(world)
@@ -238,9 +239,9 @@ class Learner:
         if self.expert is not None:
             with region("expert"):
                 expert = self.expert.watch(world, expert)
-                told = self.expert.act(world[thinking], expert[thinking])[1]
-            goals = told.new_zeros(len(world), n).index_copy(0, thinking, told[:, :n])
-            record["expert_goal"] = goals.flatten()
+                told = self.told(world[thinking], expert[thinking])["expert_odds"]
+            odds = told.new_zeros(len(world), *told.shape[1:]).index_copy(0, thinking, told)
+            record["expert_odds"] = odds.flatten(0, 1)
         return action.unflatten(0, (-1, n)), agent, expert, record
 
     def _imitate(
@@ -252,25 +253,42 @@ class Learner:
     ) -> tuple[Tensor, AgentState, Any, Record]:
         """A tick of imitation: the expert acts in the led worlds, module D in the free ones."""
         assert self.expert is not None, "imitation needs a teacher"
-        n, asked, free = self.agents, led.asked, led.free
+        n, driven, free = self.agents, led.driven, led.free
         with region("expert"):
             expert = self.expert.watch(world, memory.expert)
-            acts, means, _ = self.expert.act(world[asked], expert[asked])
-            blank = acts.new_zeros(len(world), n)
-            told_action = blank.index_copy(0, asked, acts[:, :n]).flatten()
-            told_goal = blank.index_copy(0, asked, means[:, :n]).flatten()
+            told = self._untold(world)
+            if len(driven):
+                shown = self.told(world[driven], expert[driven])
+                told = {name: x.index_copy(0, driven, shown[name]) for name, x in told.items()}
+            told = {name: x.flatten(0, 1) for name, x in told.items()}
         part = world[free]
         action, agent, record = self.mind.follow_step(
             observation_of(seen, 0, n),
             memory.agent,
             slots_of(free, n),
-            told_goal,
-            told_action,
+            told["expert_goal"],
+            told["expert_action"],
             gumbel(part, n, self.shape.num_goals, GOAL_STREAM),
             gumbel(part, n, self.shape.num_actions, ACTION_STREAM),
         )
-        record |= {"expert_action": told_action, "expert_goal": told_goal}
-        return action.unflatten(0, (-1, n)), agent, expert, record
+        return action.unflatten(0, (-1, n)), agent, expert, record | told
+
+    def told(self, world: TensorDict, expert: Any) -> Record:
+        """What the expert would do in the learners' place: `expert_action` and `expert_goal`
+        int64 [B, N], and `expert_odds` float32 [B, N, G] of the goals.
+
+        Args:
+            expert: its memory, of before or after it watched this tick.
+        """
+        assert self.expert is not None
+        told = (x[:, : self.agents] for x in self.expert.tell(world, expert))
+        return dict(zip(TOLD, told, strict=True))
+
+    def _untold(self, world: TensorDict) -> Record:
+        """Zeros in the form of `told`."""
+        none = torch.zeros(len(world), self.agents, dtype=torch.int64, device=world.device)
+        odds = none.new_zeros(*none.shape, self.shape.num_goals, dtype=torch.float32)
+        return dict(zip(TOLD, (none, none, odds), strict=True))
 
     def privileged(self, world: TensorDict) -> Tensor:
         """float32 [S, P] what the critic sees of the learning agents."""

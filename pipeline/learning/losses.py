@@ -125,3 +125,13 @@ def imitation_loss(
         {"loss": (-log_prob_of(logits, index), weight), "agreement": (agrees, weight)}
     )
     return means.pop("loss"), means
+
+
+def told_loss(logits: Tensor, odds: Tensor, weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Distillation: cross-entropy with the teacher's odds float32 [., G], and how often the
+    likeliest choice is the teacher's (Hinton, Vinyals and Dean 2015, at one temperature)."""
+    with torch.no_grad():
+        agrees = (logits.argmax(-1) == odds.argmax(-1)).float()
+    missed = -(odds * logits.log_softmax(-1)).sum(-1)
+    means = weighted_means({"loss": (missed, weight), "agreement": (agrees, weight)})
+    return means.pop("loss"), means

@@ -8,12 +8,14 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from hamlet.learning.learner import TOLD
 from hamlet.learning.losses import (
     entropy_of,
     imitation_loss,
     impala_loss,
     normalise,
     ppo_policy_loss,
+    told_loss,
     unit_size,
     value_loss,
     weighted_mean,
@@ -24,7 +26,7 @@ from hamlet.modules.critic import Critic
 from hamlet.params import PolicyParams
 
 FEATURES = tuple(f"f_{name}" for name in Features._fields)
-IMITATING = (*FEATURES, "active", "expert_goal", "expert_action")
+IMITATING = (*FEATURES, "active", *TOLD)
 """Of the agents that deliberate, what imitation learns from,"""
 PLACES = "places"
 """what is worked out of these for all epochs but the first,"""
@@ -33,7 +35,7 @@ JUDGING = ("privileged", "returns")
 VALUING = ("active", "privileged", "value", "returns")
 """Of a tick's experience, what values are learned from while goals improve."""
 THINKING = (*FEATURES, "candidates", "imagined_return", "imagined_confidence", "goal",
-            "goal_log_prob", "active", "advantages", "expert_goal")  # fmt: skip
+            "goal_log_prob", "active", "advantages", "expert_odds")  # fmt: skip
 """And what its goals are learned from, of the agents that deliberate."""
 
 Told = tuple[Tensor, dict[str, Tensor]]
@@ -65,11 +67,11 @@ class PolicyLosses:
         return {PLACES: facts.movedim(0, -2).contiguous()}
 
     def imitate_goals(self, batch: TensorDict) -> Told:
-        """Cross-entropy with the teacher's goals."""
+        """Cross-entropy with the odds that the teacher gives its goals."""
         places = batch[PLACES].movedim(-2, 0) if PLACES in batch.keys() else None  # noqa: SIM118
-        loss, told = imitation_loss(
+        loss, told = told_loss(
             self.policy.learned_logits(features_of(batch), places),
-            batch["expert_goal"],
+            batch["expert_odds"],
             batch["active"].float(),
         )
         return loss, {"goal_agreement": told["agreement"]}
@@ -132,10 +134,10 @@ class PolicyLosses:
                 deciding,
                 params.clip,
             )
-        told_loss, told = imitation_loss(learned, thoughts["expert_goal"], deciding)
+        kept, told = told_loss(learned, thoughts["expert_odds"], deciding)
         entropy = weighted_mean(entropy_of(logits), deciding)
         loss = surrogate + 0.5 * fit
-        loss = loss + params.kickstart_coef * told_loss - self.entropy_coef * entropy
+        loss = loss + params.kickstart_coef * kept - self.entropy_coef * entropy
         return loss, {
             **diagnostics,
             **value_diagnostics,

@@ -2,7 +2,8 @@
 
 In imitation the learner takes over from the expert world by world (DAgger, Ross et al. 2011): the
 expert acts in fewer and fewer of them. It is asked only there, and in the worlds whose
-agents deliberate at this tick, one in `meta_period`; these are the ones that are learned from.
+agents deliberate at this tick, one in `meta_period`; these are the ones that are learned from. It
+tells the odds of its goals, not one goal: where two are worth the same to it, either will do.
 
 PPO alone undoes what imitation found: each agent learns for its own reward, places are scarce, and
 what one gains the others lose (`benchmarks/results/study.md`). So it is kickstarted (Schmitt et al.
@@ -297,23 +298,31 @@ class Rollouts:
     ) -> None:
         """Fill the buffer; the expert acts in `share` of the worlds, or nowhere (None).
 
+        In imitation it is asked what it would have done where agents deliberate and it does not
+        act: at the end, about all ticks at once, which takes half the time of asking at each.
         On a GPU all ticks in which it acts nowhere, and `finish`, are one CUDA graph.
 
         Args:
             finish: told the buffer and the worlds when it is full; None: the critic is not asked.
         """
         device = self.learner.town.device
-        contexts: list[tuple[Tensor | None, Led | None]]
+        contexts: list[tuple[Tensor, Led | None]]
+        rows, asked = thinking, list[tuple[TensorDict, Any]]()
         if share is None:
             contexts = [(now, None) for now in uploaded(thinking, device)]
         else:
             driven = distributed.local_shard(driven_worlds(self.params.worlds, share))
-            rows = uploaded([part for now in thinking for part in led(now, driven)[:2]], device)
-            pairs = zip(rows[::2], rows[1::2], strict=True)
-            contexts = [(None, Led(*pair, judged=finish is not None)) for pair in pairs]
+            rows = [now[~driven[now]] for now in thinking]
+            theirs, ours, *rows = uploaded([*led(driven)[:2], *rows], device)
+            contexts = [(now, Led(theirs, ours, judged=finish is not None)) for now in rows]
+
+        def tick(world: TensorDict, carry: RolloutCarry, now: Tensor, who: Led | None) -> Any:
+            if who:
+                asked.append((world[now], carry.expert[now]))
+            return step(world, carry, now, who)
 
         def played(world: TensorDict, carry: RolloutCarry, contexts: Any) -> Any:
-            world, carry = collect(step, world, carry, buffer, contexts)
+            world, carry = collect(tick, world, carry, buffer, contexts)
             if finish:
                 with region("loss"):
                     finish(buffer, world)
@@ -323,6 +332,22 @@ class Rollouts:
         if device.type == "cuda" and share is None and profiling.current_watch is None:
             self.captured = work = self.captured or Captured(played)
         self.world, self.carry = work(self.world, self.carry, contexts)
+        if asked and any(map(len, rows)):
+            self._tell(buffer, rows, asked)
+
+    def _tell(
+        self, buffer: RolloutBuffer, rows: list[Tensor], asked: list[tuple[TensorDict, Any]]
+    ) -> None:
+        """Keep what the expert would have done in the worlds int64 [.] of each tick."""
+        assert buffer.data is not None
+        with region("expert"):
+            worlds: Any = torch.cat([world for world, _ in asked])
+            told = self.learner.told(worlds, torch.cat([expert for _, expert in asked]))
+            each = [len(now) for now in rows]
+            for name, all_ticks in told.items():
+                kept = buffer.data[name].unflatten(1, (self.worlds, -1))
+                for tick, part in enumerate(all_ticks.split(each)):
+                    kept[tick].index_copy_(0, rows[tick], part)
 
     def count(self, buffer: RolloutBuffer) -> Tensor:
         """float32 []: the mean return of the lives that ended of late."""

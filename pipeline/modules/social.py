@@ -30,6 +30,12 @@ CLOCK = ("sin_hour", "cos_hour", "age")  # of the agent's own state: the same fo
 REACH = 8.0  # cells after which an offset says no more
 
 
+def length(way: Tensor) -> Tensor:
+    """float32 [...] the cells to walk on ways [2, ...]; ONNX Runtime is slow to sum over two."""
+    x, y = way.abs().unbind(0)
+    return x + y
+
+
 class Social(nn.Module):
     """One tick of reading the other agents.
 
@@ -48,9 +54,11 @@ class Social(nn.Module):
         self.shape, self.hidden = shape, hidden
         f, goals, actions = shape.num_affordances, shape.num_goals, shape.num_actions
         self.places = 2 * f
-        # The encoder's first layer, cut by what it reads: of a pair of agents, of the agent itself
-        # (once for all the others), of the other's last action (a row of a table).
-        self.pair = nn.Linear(self.places + shape.num_cues + 3, hidden, bias=False)
+        # The encoder's first layer, cut by what it reads: of a pair of agents; of the agent itself,
+        # once for all the others (where the places lie for those it sees, and how surely); of the
+        # other's last action (a row of a table).
+        self.pair = nn.Linear(shape.num_cues + 3, hidden, bias=False)
+        self.near = nn.Linear(self.places, hidden, bias=False)
         self.own = nn.Linear(self.places + len(CLOCK), hidden)
         self.action = nn.Embedding(actions + 1, hidden)
         self.gru = nn.GRUCell(hidden, hidden)
@@ -99,10 +107,11 @@ class Social(nn.Module):
         offsets = self.offsets(mean, others_offset)
         unsure = log_std[:, : self.places]
         doubt = unsure.unflatten(1, (-1, 2)).movedim(-1, 0)
-        near = (offsets * (seen / (2 * REACH))).movedim(0, 2).flatten(2)
-        pair = self.pair(torch.cat([near, cues, seen, others_offset], -1))
+        pair = self.pair(torch.cat([cues, seen, others_offset], -1))
+        near = self.near(mean[:, : self.places])
         own = self.own(torch.cat([unsure, columns(known_state, self.clock)], -1))
-        encoded = (pair + own.unsqueeze(1) + self.action(others_action)).relu().flatten(0, 1)
+        alike = seen * near.unsqueeze(1) + own.unsqueeze(1)
+        encoded = (pair + alike + self.action(others_action)).relu().flatten(0, 1)
 
         hidden, heading, age = recurrent_state.split([self.hidden, f, 1], -1)
         # Left to itself for long, a GRU may pass a point from which roundings grow, and it knows
@@ -111,8 +120,8 @@ class Social(nn.Module):
         hidden = self.gru(encoded, hidden.flatten(0, 1))
         age = torch.where(visible.unsqueeze(-1), 0.0, age + 1 / AGE_UNIT)
         step = F.embedding(others_action, self.steps).movedim(-1, 0).unsqueeze(-1)
-        distance = offsets.abs().sum(0)
-        before = (offsets + step).abs().sum(0)
+        distance = length(offsets)
+        before = length(offsets + step)
         heading = HEADING_KEPT * heading + seen * (before - distance)
 
         said = self.heads(torch.cat([hidden, encoded], -1)).unflatten(0, (-1, m))
@@ -182,8 +191,8 @@ class Social(nn.Module):
     ) -> Tensor:
         """`ahead` of `SocialPrediction`: who arrives together is half ahead, who is seen using the
         place a whole, and nobody where the agent itself is using it."""
-        theirs = self.offsets(mean, others_offset).abs().sum(0)
-        own = self.places_of(mean).abs().sum(0)
+        theirs = length(self.offsets(mean, others_offset))
+        own = length(self.places_of(mean))
         shows = cues @ self.telling > 0.5
         uses = shows & (theirs < 0.5)
         progress = self.shape.self_names.index("progress")

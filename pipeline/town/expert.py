@@ -26,6 +26,7 @@ STREAM_WANDER, STREAM_VISIT = 8192, 12288
 STRETCH = 16  # ticks for which a wandering mood lasts
 VISIT = 32  # ticks for which an interest in a place lasts
 NEEDS, WELL = ("energy", "satiation", "health"), 0.3  # that much of each: time for a visit
+NEVER = -1e9  # what cannot be had is worth
 STRONG = 0.35  # that much energy: strength to wander
 
 Fields = dict[str, Tensor]
@@ -157,8 +158,12 @@ class Expert:
         places, meters = found.t().nonzero(as_tuple=True)
         return places, meters
 
-    def plan(self, s: Fields, mind: Mind) -> tuple[Tensor, Tensor]:
-        """Actions and goals, int64 [N, B], of everybody."""
+    def plan(self, s: Fields, mind: Mind) -> tuple[Tensor, Tensor, Tensor]:
+        """Actions and goals, int64 [N, B], of everybody; and what each goal is worth to it.
+
+        The worth is float32 [G, N, B], in value per tick; NEVER where a goal cannot be had. A mood
+        (`wander`, `visit`) does not ask what is worth most.
+        """
         f = self.town.num_affordances
         ways, stakes = self.ways(s, mind), self.stakes(s, mind)
         rate, ticks = self.weigh(
@@ -173,9 +178,11 @@ class Expert:
         best_rate, best = rate.max(0)
         goal = torch.where(best_rate > rest_rate, best, f)
         action = torch.where(goal == f, rest_action, self.go(ways, best[None], rest_action))
+        look_rate = torch.full_like(rest_rate, NEVER)
         if mind.seen is not None:
             best_rate = torch.maximum(best_rate, rest_rate)
-            explores, step = self.explore(s, mind, ways, stakes, best_rate)
+            look_rate, step = self.explore(s, mind, ways, stakes)
+            explores = look_rate > best_rate
             action, goal = torch.where(explores, step, action), torch.where(explores, f + 1, goal)
         if self.wanders:
             wanders, step = self.wander(s, mind)
@@ -183,7 +190,7 @@ class Expert:
         if self.visits:
             visits, place, step = self.visit(s, mind, ways, rate, rest_action)
             action, goal = torch.where(visits, step, action), torch.where(visits, place, goal)
-        return action, goal
+        return action, goal, torch.cat([rate, rest_rate[None], look_rate[None]])
 
     # ------------------------------------------------------------------ what each place is worth
 
@@ -284,7 +291,7 @@ class Expert:
     ) -> tuple[Tensor, Tensor]:
         """Gain in value per tick of each use begun in `reach` ticks, and its ticks: f32 [F, N, B].
 
-        What cannot be used is worth -1e9.
+        What cannot be used is worth NEVER.
         """
         town, pack, p = self.town, self.town.pack, mind.p
         meters = list(s["meters"].unbind(0))
@@ -314,7 +321,7 @@ class Expert:
             gain = gain + gains[each]
         rate = gain / (total + p["overhead"])
         rate = rate + torch.where(ways.towards, p["persistence"] * rate.abs(), 0.0)
-        return torch.where(possible, rate, -1e9), ticks
+        return torch.where(possible, rate, NEVER), ticks
 
     def drain(self, name: str, meters: list[Tensor], phase: Tensor) -> Tensor | float:
         """What a meter loses per tick if nothing is done, cascades aside."""
@@ -385,13 +392,8 @@ class Expert:
         usable = (legal(self.town, s) >> INTERACT) & 1
         return torch.where((actions == INTERACT) & (usable == 0), rest, actions)
 
-    def explore(
-        self, s: Fields, mind: Mind, ways: Ways, stakes: Stakes, best_rate: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Who would rather look at unseen cells, bool [N, B], and its step, int64 [N, B].
-
-        best_rate: f32 [N, B] what the best else is worth.
-        """
+    def explore(self, s: Fields, mind: Mind, ways: Ways, stakes: Stakes) -> tuple[Tensor, Tensor]:
+        """What it is worth to look at unseen cells, f32 [N, B], and the step, int64 [N, B]."""
         town, seen, p = self.town, mind.seen, mind.p
         assert seen is not None
         assert ways.hidden is not None
@@ -419,7 +421,7 @@ class Expert:
             look_x = torch.where(searches, there_x, look_x) if self.strays else there_x
             look_y = torch.where(searches, there_y, look_y) if self.strays else there_y
             worth = torch.where(searches, found.amax(0), worth)
-        return unseen & (worth > best_rate), step_towards(look_x, look_y)
+        return torch.where(unseen, worth, NEVER), step_towards(look_x, look_y)
 
     def wander(self, s: Fields, mind: Mind) -> tuple[Tensor, Tensor]:
         """Who wanders in this stretch of ticks, bool [N, B], and its step, int64 [N, B]."""

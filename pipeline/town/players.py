@@ -22,6 +22,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from hamlet.moving import one_hot
 from hamlet.town import personalities
 from hamlet.town.counter import counter_uniform
 from hamlet.town.expert import Expert, Mind, apart, draw
@@ -30,6 +31,10 @@ from hamlet.town.schema import WAIT
 from hamlet.town.town import Town
 from hamlet.town.vectors import agent_major
 
+UNIT = 0.25
+"""Of what all meters drain in a tick: by so much more worth per tick a goal is e times likelier.
+
+Half and twice as much teach module D less: 181.6 and 181.4 of return, not 182.4."""
 STREAM_CHARACTER, STREAM_RANDOM = 4096, 4224
 SEEKERS = ("expert_sightings", "expert_searching", "expert_watching")  # know what they have seen
 
@@ -117,6 +122,7 @@ class Scripted:
         self._kinds = torch.tensor(kinds, device=town.device)
         self._any_baseline = any(kinds)
         self._expert = Expert(town, self._keys, self._table.cpu())
+        self._unit = UNIT * max(sum(abs(meter.depletion) for meter in town.pack.meters), 1e-9)
         self._cells = town.width * town.height
 
     # ------------------------------------------------------------------ interface
@@ -138,6 +144,30 @@ class Scripted:
             actions int64 [B, N] (always legal), goals int64 [B, N] (index into
             `town.goal_names`), and the new memory.
         """
+        actions, goals, _, memory = self._decide(state, memory)
+        return actions, goals, memory
+
+    def tell(self, state: TensorDict, memory: TensorDict) -> tuple[Tensor, Tensor, Tensor]:
+        """What `act` says, and how much each goal is like the one that it wants.
+
+        Returns:
+            actions int64 [B, N], goals int64 [B, N], and odds float32 [B, N, G] that sum to one:
+            two goals worth the same per tick have the same, and one that is worth UNIT of what all
+            meters drain in a tick more than another has e times its odds. Who acts on a mood or as
+            a baseline is sure of its goal.
+        """
+        actions, goals, worth, _ = self._decide(state, memory)
+        odds = (worth / self._unit).softmax(-1)
+        moody = worth.gather(-1, goals.unsqueeze(-1)) < worth.amax(-1, keepdim=True)
+        if self._any_baseline:
+            moody = moody | (self._kinds[memory["character"]] > 0).unsqueeze(-1)
+        wanted = one_hot(goals, self.town.num_goals, odds.dtype)
+        return actions, goals, torch.where(moody, wanted, odds)
+
+    def _decide(
+        self, state: TensorDict, memory: TensorDict
+    ) -> tuple[Tensor, Tensor, Tensor, TensorDict]:
+        """What `act` returns, with the worth of each goal, float32 [B, N, G], before the memory."""
         s = agent_major(state)
         character = self._characters(state).t()
         row = self._table[character].permute(2, 0, 1)
@@ -151,13 +181,14 @@ class Scripted:
         if self._any_yesterday:
             phase = (phase - self._yesterday[character].long()).clamp(min=0)
         mind = Mind(p, phase, seen, self._sightings[character])
-        actions, goals = self._expert.plan(s, mind)
+        actions, goals, worth = self._expert.plan(s, mind)
         if self._any_yesterday:
             actions = self._expert.legal_or_rest(s, mind, actions)
         if self._any_baseline:
             actions, goals = self._baselines(state, s, character, actions, goals)
         actions = torch.where(s["alive"], actions, WAIT)
-        return actions.t(), goals.t(), TensorDict(updated, batch_size=state.batch_size)
+        after = TensorDict(updated, batch_size=state.batch_size)
+        return actions.t(), goals.t(), worth.permute(2, 1, 0), after
 
     def watch(self, state: TensorDict, memory: TensorDict) -> TensorDict:
         """The memory after a tick in which nobody is asked to act."""

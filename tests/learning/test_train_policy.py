@@ -16,6 +16,7 @@ from hamlet.learning.checkpoint import Checkpoint
 from hamlet.learning.learner import (
     ACTION_STREAM,
     GOAL_STREAM,
+    TOLD,
     Learner,
     RolloutCarry,
     deliberating,
@@ -24,7 +25,9 @@ from hamlet.learning.learner import (
     observation_of,
 )
 from hamlet.learning.policy_losses import IMITATING
+from hamlet.learning.rollout import fused_step
 from hamlet.learning.train_policy import (
+    Rollouts,
     driven_worlds,
     episode_scores,
     goal_targets,
@@ -146,12 +149,12 @@ def class_of_twelve():
     return learner, RolloutCarry(blank(12), expert.reset(world)), world
 
 
-def test_the_expert_is_asked_where_agents_deliberate_or_it_acts_and_says_what_it_would_anyway():
+def test_in_ppo_the_expert_says_what_it_would_pursue_where_agents_deliberate():
     learner, memory, world = class_of_twelve()
     town, expert = learner.town, learner.expert
     for _ in range(20):  # until it wants different things in different worlds
         world = town.step_core(world, expert.act(world, memory.expert)[0])
-    seen, (acts, means, _) = town.observe(world), expert.act(world, memory.expert)
+    seen, (_, means, odds) = town.observe(world), expert.tell(world, memory.expert)
     assert means.unique().numel() > 3
     for clock in range(4):
         thinking = deliberating(12, 4, clock)
@@ -159,15 +162,43 @@ def test_the_expert_is_asked_where_agents_deliberate_or_it_acts_and_says_what_it
         assert bool((due[thinking] % 4 == 0).all())
         assert len(thinking) == 3
         record = learner.act(world, seen, memory, thinking, None)[2]
-        told = record["expert_goal"].unflatten(0, (12, -1))
-        assert torch.equal(told[thinking], means[thinking])
-        driven = torch.arange(12) % 5 == 0
-        record = learner.act(world, seen, memory, None, led(thinking, driven))[2]
-        asked = driven.index_fill(0, thinking, True)
-        for name, all_of_it in {"expert_goal": means, "expert_action": acts}.items():
-            told = record[name].unflatten(0, (12, -1))
-            assert torch.equal(told[asked], all_of_it[asked])
-            assert not told[~asked].any()
+        told = record["expert_odds"].unflatten(0, (12, -1))
+        assert torch.equal(told[thinking], odds[thinking])
+        assert torch.equal(told[thinking].argmax(-1), means[thinking])
+
+
+@pytest.mark.parametrize("share", [1.0, 0.3, 0.0])
+def test_the_expert_is_asked_where_it_acts_or_agents_deliberate_and_says_what_it_would_anyway(
+    share,
+):
+    """Though where it does not act it is asked after the last tick, when the worlds have moved."""
+    learner = class_of_twelve()[0]
+    learner.expert = Scripted(learner.town, ["expert_watching"], 0)  # it remembers what it saw
+    sizes = TINY.policy.model_copy(update={"worlds": 12, "meta_period": 4, "rollout": 8})
+    blank = new_mind(learner.town, sizes)[1]
+    rollouts = Rollouts(learner, blank, sizes, 3, torch.Generator().manual_seed(0))
+    driven = driven_worlds(12, share)
+    assert driven.any() == (share > 0)
+    assert driven.all() == (share == 1)
+    plain, would = fused_step(learner.town, learner), []
+
+    def step(world, carry, *context):
+        would.append(learner.expert.tell(world, carry.expert))
+        return plain(world, carry, *context)
+
+    buffer = RolloutBuffer(8)
+    for iteration in range(6):
+        would.clear()
+        thinking = rollouts.thinking(iteration)
+        rollouts.play(step, buffer, thinking, share)
+        for tick, answers in enumerate(would):
+            asked = driven.index_fill(0, thinking[tick], True)
+            assert asked.sum() >= 3
+            for name, all_of_it in zip(TOLD, answers, strict=True):
+                told = buffer.data[name][tick].unflatten(0, (12, -1))
+                assert torch.equal(told[asked], all_of_it[asked]), name
+                assert not told[~asked].any()
+    assert torch.stack([goals for _, goals, _ in would]).unique().numel() > 3
 
 
 def test_where_the_expert_acts_its_goal_is_the_one_that_is_pursued():
@@ -177,25 +208,29 @@ def test_where_the_expert_acts_its_goal_is_the_one_that_is_pursued():
     assert not memory.agent.goal_age.any()
     shown, pursued = driven.repeat_interleave(4), torch.full((48,), shape.num_goals)
     for clock in range(3):
-        thinking = deliberating(12, 4, clock)
-        told = led(thinking, driven)
-        action, after, record = learner.act(world, town.observe(world), memory, None, told)
+        thinking, seen = deliberating(12, 4, clock), town.observe(world)
+        action, after, record = learner.act(world, seen, memory, thinking, led(driven))
         assert torch.equal(record["f_pursued"], pursued)
         pursued = after.agent.goal
         assert torch.equal(pursued[shown], record["expert_goal"][shown])
         assert torch.equal(action.flatten()[shown], record["expert_action"][shown])
         assert torch.equal(after.agent.moved, action.flatten() + 1)
-        assert (pursued != record["expert_goal"])[~shown].any()
+        meant = learner.told(world, memory.expert)["expert_goal"].flatten()
+        assert torch.equal(meant[shown], record["expert_goal"][shown])
+        assert (pursued != meant)[~shown].any()
         assert torch.equal(after.agent.clock, memory.agent.clock + 1)
         world, memory = town.step_core(world, action), after
 
 
-def test_where_nobody_leads_the_learner_acts_as_in_ppo_without_imagination():
-    """Imitation's cheaper tick is the same decision: by the prior, with the same noise."""
+def test_where_nobody_leads_the_learner_acts_as_in_ppo_without_imagination(monkeypatch):
+    """Imitation's cheaper tick is the same decision: by the prior, with the same noise. But at
+    three ticks of four nobody turns to what looks better, unless the pursued goal has ended."""
+    monkeypatch.setattr("hamlet.modules.agent.SWITCH_MARGIN", 0.02)  # of who has learned nothing
     learner, memory, world = class_of_twelve()
     town, mind, n = learner.town, learner.mind, learner.agents
-    nobody = torch.zeros(12, dtype=torch.bool)
-    for clock in range(6):
+    mind.policy.meta_period = 8
+    nobody, kept, ends = torch.zeros(12, dtype=torch.bool), 0, 0
+    for _ in range(12):
         obs = observation_of(town.observe(world), 0, n)
         noise = [
             gumbel(world, n, size, stream)
@@ -204,16 +239,26 @@ def test_where_nobody_leads_the_learner_acts_as_in_ppo_without_imagination():
                 (learner.shape.num_actions, ACTION_STREAM),
             )
         ]
-        expected, agent, record = mind.sample_step(obs, memory.agent, None, *noise)
-        action, after, found = learner.act(
-            world, town.observe(world), memory, None, led(deliberating(12, 4, clock), nobody)
-        )
-        assert torch.equal(action.flatten(), expected)
-        for name, ours, theirs in zip(agent._fields, after.agent, agent, strict=True):
-            assert torch.equal(ours, theirs), name
+        before = memory.agent
+        expected, agent, record = mind.sample_step(obs, before, None, *noise)
+        seen = town.observe(world)
+        nowhere = torch.tensor([], dtype=torch.int64)
+        action, after, found = learner.act(world, seen, memory, nowhere, led(nobody))
+        ended = mind.policy.goal_ended(record["f_known_state"], before.goal, before.goal_age)
+        due, same = ended | (before.clock % 4 == 0), after.agent.goal == agent.goal
+        assert same[due].all()
+        assert torch.equal(after.agent.goal[~due], before.goal[~due])
+        assert torch.equal(after.agent.goal_age[~due], before.goal_age[~due] + 1)
+        assert torch.equal(after.agent.goal_age[due], agent.goal_age[due])
+        assert torch.equal(action.flatten()[same], expected[same])
+        for name in ("belief", "social", "clock", "foreseen", "surprise"):
+            assert torch.equal(getattr(after.agent, name), getattr(agent, name)), name
         for name in IMITATING[:7]:
             assert torch.equal(found[name], record[name]), name
+        kept, ends = kept + (~same).sum().item(), ends + (ended & (before.clock % 4 > 0)).sum()
         world, memory = town.step_core(world, action), after
+    assert kept > 5
+    assert ends > 5
 
 
 def test_the_expert_hands_over_world_by_world_evenly():

@@ -161,10 +161,33 @@ def test_a_place_is_scored_by_the_facts_and_the_weights_the_network_chose(town, 
             ]
         )
         torch.testing.assert_close(got[0, 0, place], base[place] + (facts * weights).sum())
-        # The encoder reads offsets in a unit in which what matters lies between -1/2 and 1/2.
-        torch.testing.assert_close(read[0][0, 0, [place, f + place]], torch.stack([x, y]) / 16)
     assert read[0][0, 0, -3:].tolist() == [1.0, *offset[0, 0].tolist()]
     torch.testing.assert_close(got[0, 0, f:], elsewhere)
+
+
+def test_the_encoder_reads_where_the_places_lie_for_those_in_sight_alone(shape):
+    torch.manual_seed(3)
+    social, m = Social(shape, 8), shape.num_others
+    known, log_std = torch.rand(1, shape.self_dim), torch.randn(1, social.places + 9)
+    seen = (torch.arange(m) % 2 == 0)[None]
+    nothing = (
+        torch.zeros(1, m, shape.num_cues),
+        seen,
+        torch.zeros(1, m, 2),
+        torch.zeros(1, m).long(),
+    )
+    read = []
+    social.heads.register_forward_hook(lambda *call: read.append(call[1][0][:, social.hidden :]))
+    with torch.no_grad():
+        for mean in (torch.zeros(1, social.places + 9), torch.randn(1, social.places + 9)):
+            state = torch.zeros(1, m, social.recurrent_dim)
+            social.logits(mean, log_std, known, *nothing, state)
+    moved = (read[0] != read[1]).any(-1)
+    assert torch.equal(moved, seen[0])
+    own = social.own(torch.cat([log_std[:, : social.places], known[:, social.clock]], -1))
+    near, (c, s) = social.near(mean[:, : social.places]), (shape.num_cues, shape.num_cues + 1)
+    said = social.pair.weight[:, c:s].t() + near + own + social.action.weight[:1]
+    torch.testing.assert_close(read[1][0], said[0].relu())
 
 
 def test_why_a_reading_is_unsure_is_told(shape):

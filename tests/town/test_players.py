@@ -15,6 +15,7 @@ from hamlet.town.check import build_pack
 from hamlet.town.expert import Expert
 from hamlet.town.lives import HELD_OUT_LAYOUTS, play
 from hamlet.town.load import PACKS
+from hamlet.town.players import UNIT
 from hamlet.town.schema import INTERACT, LEFT, RIGHT, WAIT
 
 BASE = yaml.safe_load((PACKS / "l4_contention.yaml").read_text())
@@ -75,6 +76,65 @@ def test_whoever_foresees_leaves_a_place_to_those_who_get_there_first():
     actions, foreseen = plan(town, state, foresight=50.0, **needs)
     assert foreseen.tolist() == [BED, MEAL]
     assert actions.tolist() == [RIGHT, LEFT]
+
+
+def test_the_odds_of_goals_say_how_much_one_is_worth_more_than_another():
+    """The plan is asked what each goal is worth per tick: its differences, in the unit."""
+    town = Town(load_pack("l4_contention"), num_layouts=8)
+    players = Scripted(town, ["expert_watching"])
+    state = town.reset(3, 16)
+    memory, wanted = players.reset(state), []
+    for _ in range(30):
+        actions, goals, odds = players.tell(state, memory)
+        acted, meant, after = players.act(state, memory)
+        assert torch.equal(actions, acted)
+        assert torch.equal(goals, meant)
+        torch.testing.assert_close(odds.sum(-1), torch.ones(16, 4))
+        assert torch.equal(odds.argmax(-1), goals)
+        wanted.append(goals)
+        state, memory = town.step_core(state, actions), after
+    assert torch.stack(wanted).unique().numel() > 4
+
+
+def test_a_goal_worth_a_unit_more_has_e_times_the_odds():
+    """And an expert that knows the map is never for looking around."""
+    town = Town(load_pack("l4_contention"), num_layouts=8)
+    unit = UNIT * sum(meter.depletion for meter in town.pack.meters)
+    rest, look = (town.goal_names.index(name) for name in ("rest", "explore"))
+    state, keys = town.reset(3, 16), personalities.parameter_names(town.pack)
+    state = town.rearrange(state, meters=state["meters"] * 0.8)
+    found = []
+    for bonus in (0.0, 2 * unit):
+        row = personalities.parameters(town.pack, "expert")
+        row |= {"foresight": 0.0, "rest_bonus": bonus}
+        players = Scripted.from_parameters(town, torch.tensor([[row[key] for key in keys]]))
+        found.append(players.tell(state, players.reset(state))[2])
+        assert not found[-1][..., look].any()
+    before, after = (
+        odds[..., [rest]].log() - odds[..., : town.num_affordances].log() for odds in found
+    )
+    had = before.isfinite() & (before < 20)
+    assert had.sum() > 300
+    torch.testing.assert_close(
+        (after - before)[had], torch.full_like(before[had], 2.0), rtol=0, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize("name", ["rest", "random", "visitor"])
+def test_who_does_not_ask_what_is_worth_most_is_sure_of_its_goal(name):
+    town = Town(load_pack("l4_contention"), num_layouts=8)
+    state, players = town.reset(3, 64), Scripted(town, [name if name != "visitor" else "expert"])
+    if name == "visitor":  # an expert that takes an interest in some place every time
+        row = personalities.parameters(town.pack, "expert") | {"visit": 1.0}
+        keys = personalities.parameter_names(town.pack)
+        players = Scripted.from_parameters(town, torch.tensor([[row[key] for key in keys]]))
+    _, goals, odds = players.tell(state, players.reset(state))
+    sure = odds == torch.nn.functional.one_hot(goals, town.num_goals)
+    if name == "visitor":  # it may be the one that is worth most, too
+        assert (odds.argmax(-1) == goals).all()
+        assert sure.all(-1).float().mean() > 0.5
+    else:
+        assert sure.all()
 
 
 def test_own_sightings_foresee_only_whom_they_see():

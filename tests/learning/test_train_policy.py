@@ -222,13 +222,15 @@ def test_where_the_expert_acts_its_goal_is_the_one_that_is_pursued():
         world, memory = town.step_core(world, action), after
 
 
-def test_where_nobody_leads_the_learner_acts_as_in_ppo_without_imagination(monkeypatch):
+@pytest.mark.parametrize("period", [8, 3])
+def test_where_nobody_leads_the_learner_acts_as_in_ppo_without_imagination(period, monkeypatch):
     """Imitation's cheaper tick is the same decision: by the prior, with the same noise. But at
-    three ticks of four nobody turns to what looks better, unless the pursued goal has ended."""
+    three ticks of four nobody turns to what looks better, unless the pursued goal has ended or it
+    is time to deliberate."""
     monkeypatch.setattr("hamlet.modules.agent.SWITCH_MARGIN", 0.02)  # of who has learned nothing
     learner, memory, world = class_of_twelve()
     town, mind, n = learner.town, learner.mind, learner.agents
-    mind.policy.meta_period = 8
+    mind.policy.meta_period = period
     nobody, kept, ends = torch.zeros(12, dtype=torch.bool), 0, 0
     for _ in range(12):
         obs = observation_of(town.observe(world), 0, n)
@@ -245,7 +247,8 @@ def test_where_nobody_leads_the_learner_acts_as_in_ppo_without_imagination(monke
         nowhere = torch.tensor([], dtype=torch.int64)
         action, after, found = learner.act(world, seen, memory, nowhere, led(nobody))
         ended = mind.policy.goal_ended(record["f_known_state"], before.goal, before.goal_age)
-        due, same = ended | (before.clock % 4 == 0), after.agent.goal == agent.goal
+        due = ended | (before.clock % 4 == 0) | (before.clock % period == 0)
+        same = after.agent.goal == agent.goal
         assert same[due].all()
         assert torch.equal(after.agent.goal[~due], before.goal[~due])
         assert torch.equal(after.agent.goal_age[~due], before.goal_age[~due] + 1)
@@ -255,7 +258,7 @@ def test_where_nobody_leads_the_learner_acts_as_in_ppo_without_imagination(monke
             assert torch.equal(getattr(after.agent, name), getattr(agent, name)), name
         for name in IMITATING[:7]:
             assert torch.equal(found[name], record[name]), name
-        kept, ends = kept + (~same).sum().item(), ends + (ended & (before.clock % 4 > 0)).sum()
+        kept, ends = kept + (~same).sum(), ends + (ended & (before.clock % 4 > 0)).sum()
         world, memory = town.step_core(world, action), after
     assert kept > 5
     assert ends > 5

@@ -155,7 +155,10 @@ def test_who_learns_alone_is_led_in_its_own_place_while_the_others_rest():
     world, driven = TOWN.reset(3, 12), torch.arange(12) < 6
     thinking = torch.tensor([1, 5, 9])
     memory = RolloutCarry(blank(12, 1), expert.reset(world), co_players.start(12))
+    for _ in range(20):  # until they want different things
+        world = TOWN.step_core(world, expert.act(world, memory.expert)[0])
     shown, meant, _ = expert.act(world, memory.expert)
+    assert (meant[:, :1] != meant[:, -1:]).sum() > 3
     seen = TOWN.observe(world)
     action, after, record = learner.act(world, seen, memory, thinking, led(driven))
     assert torch.equal(action[driven, 0], shown[driven, 0])

@@ -120,6 +120,16 @@ def test_a_goal_worth_a_unit_more_has_e_times_the_odds():
     )
 
 
+def test_who_knows_the_map_is_not_for_looking_around_beside_those_who_do_not():
+    town = Town(load_pack("l4_contention"), num_layouts=8)
+    players, state = Scripted(town, ["expert", "expert_watching"]), town.reset(3, 64)
+    memory = players.reset(state)
+    look = players.tell(state, memory)[2][..., town.goal_names.index("explore")]
+    knows = memory["character"] == 0
+    assert not look[knows].any()
+    assert (look[~knows] > 0).all()
+
+
 @pytest.mark.parametrize("name", ["rest", "random", "visitor"])
 def test_who_does_not_ask_what_is_worth_most_is_sure_of_its_goal(name):
     town = Town(load_pack("l4_contention"), num_layouts=8)

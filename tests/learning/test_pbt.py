@@ -269,7 +269,8 @@ def shared(tmp_path_factory) -> Path:
     )
     d = 2 * shape.num_affordances + 4
     beliefs = TensorDict(
-        {"mean": torch.zeros(*size, d), "log_std": torch.zeros(*size, d)}, batch_size=size
+        {"mean": torch.randn(*size, d, generator=rng) / 4, "log_std": torch.zeros(*size, d)},
+        batch_size=size,
     )
     worlds = {"learn": torch.arange(4), "choose": torch.tensor([4]), "test": torch.tensor([5])}
     folder = tmp_path_factory.mktemp("shared") / "data"

@@ -27,8 +27,7 @@ from hamlet.profiling import region
 IMAGINED_DISCOUNT = 0.97
 SWITCH_MARGIN = 1.0
 """Nats by which another goal must seem likelier than the pursued one to take its place at once."""
-REVIEWED = 4
-"""Ticks between which imitation does not ask that: it costs as much as all else that D does."""
+REVIEWED = 4  # imitation asks that at every fourth tick: it costs as much as all else that D does
 MULTIPLIER, MODULUS = 48271, 2**31 - 1
 SHOCK, SURPRISE_KEPT = 0.005, 0.9
 """What the worst foreseen meter of one tick can add to an agent's surprise: a place that was taken
@@ -89,10 +88,10 @@ def should_switch_goal(prior: Tensor, goal: Tensor) -> Tensor:
     return prior.amax(-1) - kept > SWITCH_MARGIN
 
 
-def pursuing(state: AgentState, slots: Tensor) -> AgentState:
-    """A state in which goal, goal_age and clock are those of some slots int64 [S']."""
+def of_slots(f: Features, state: AgentState, slots: Tensor) -> tuple[Features, AgentState]:
+    """Of some slots int64 [S'] the features, and a state with their goal, goal_age and clock."""
     goal, age, clock = (x[slots] for x in (state.goal, state.goal_age, state.clock))
-    return state._replace(goal=goal, goal_age=age, clock=clock)
+    return Features(*(x[slots] for x in f)), state._replace(goal=goal, goal_age=age, clock=clock)
 
 
 def foreseen(thoughts: Thoughts, goal: Tensor, action: Tensor) -> Tensor:
@@ -359,9 +358,6 @@ class Mind(nn.Module):
     ) -> tuple[Tensor, AgentState, dict[str, Tensor]]:
         """One tick for imitation: all sense, only the slots in `free` decide, without imagination.
 
-        Whether another goal looks better than a pursued one is asked at every REVIEWED-th tick of a
-        slot's clock, and not at every one: there is enough to be learned from that.
-
         Args:
             free: int64 [S'] the slots that decide; the others are led.
             led_goal, led_action: int64 [S] what the led ones pursue and do.
@@ -371,24 +367,21 @@ class Mind(nn.Module):
             action int64 [S], the new state, and the features of all slots.
         """
         f, _, belief, social = self.sense_features(obs, state)
-        mine = Features(*(x[free] for x in f))
-        own = pursuing(state, free)
+        mine, own = of_slots(f, state, free)
         ended = self.policy.goal_ended(mine.known_state, own.goal, own.goal_age)
         due = ended | (own.clock % REVIEWED == 0) | (own.clock % self.policy.meta_period == 0)
         asked = due.nonzero().flatten()
-        theirs = Features(*(x[asked] for x in mine))
+        theirs, pursuits = of_slots(mine, own, asked)
         prior = self.policy.prior_logits(theirs)
-        _, now = self.pursue(theirs, pursuing(own, asked), prior, prior + goal_noise[asked])
+        _, now = self.pursue(theirs, pursuits, prior, prior + goal_noise[asked])
         goal = own.goal.index_copy(0, asked, now.goal)
-        age = (own.goal_age + 1).index_copy(0, asked, now.goal_age)
-        logits = self.policy.action_logits(mine, goal)
-        chosen = (masked_logits(logits, obs.action_mask[free]) + action_noise).argmax(-1)
-        action = led_action.index_copy(0, free, chosen)
+        logits = masked_logits(self.policy.action_logits(mine, goal), obs.action_mask[free])
+        action = led_action.index_copy(0, free, (logits + action_noise).argmax(-1))
         agent = state._replace(
             belief=belief,
             social=social,
             goal=led_goal.index_copy(0, free, goal),
-            goal_age=(state.goal_age + 1).index_copy(0, free, age),
+            goal_age=(state.goal_age + 1).index_copy(0, free[asked], now.goal_age),
             clock=state.clock + 1,
             moved=action + 1,
         )

@@ -13,6 +13,7 @@ from hamlet.learning.learner import ACTION_STREAM, GOAL_STREAM, forget, gumbel
 from hamlet.learning.rollout import Record
 from hamlet.modules.agent import AgentState, Mind
 from hamlet.modules.contracts import TownShape, observation_from
+from hamlet.moving import one_hot
 from hamlet.town import Scripted, Town
 from hamlet.town.adapters.flat import flat_observation
 from stages.evaluate import life_of
@@ -58,6 +59,11 @@ class ActingExpert:
     def act(self, state: TensorDict, memory: TensorDict) -> tuple[Tensor, Tensor, TensorDict]:
         action, _, memory = self.expert.act(state, memory)
         return action, action, memory
+
+    def tell(self, state: TensorDict, memory: TensorDict) -> tuple[Tensor, Tensor, Tensor]:
+        """It is sure of its action: what others would be worth it does not know."""
+        action, _, odds = self.expert.tell(state, memory)
+        return action, action, one_hot(action, odds.shape[-1], odds.dtype)
 
 
 class Everyone:

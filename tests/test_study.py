@@ -124,6 +124,10 @@ def test_the_flat_agents_goal_is_its_action():
     action, goal, _ = ActingExpert(scripted).act(world, memory)
     assert torch.equal(action, goal)
     assert torch.equal(action, scripted.act(world, memory)[0])
+    told, meant, odds = ActingExpert(scripted).tell(world, memory)
+    assert torch.equal(told, action)
+    assert torch.equal(meant, action)
+    assert torch.equal(odds, torch.nn.functional.one_hot(action, TOWN.num_goals).float())
 
 
 def test_random_goals_are_as_likely_as_each_other_and_are_still_pursued():

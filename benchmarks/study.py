@@ -35,6 +35,7 @@ from benchmarks.shifts import SHIFTS, shifted
 from benchmarks.study_players import ActingExpert, Everyone, Resting, RivalLives, Sharing
 from benchmarks.study_report import SEATED, SHIFTED, VARIANTS, plot, report, stale, table
 from hamlet.artifacts import HamletError, atomic_path, read_json, sha256_json, write_json
+from hamlet.learning.learner import Teacher
 from hamlet.learning.population import Characters, Selves, play
 from hamlet.learning.rollout import evaluate, fused_step
 from hamlet.learning.train_policy import train_policy
@@ -266,7 +267,8 @@ def trained(params: Params, variant: str, seed: int, town: Town, folder: Path) -
     """
     sizes, shape, file = params.policy, TownShape.of(town), folder / "checkpoint.pt"
     log = Shown(f"{variant}, seed {seed}")
-    teacher: Any = Scripted(town, [sizes.teacher], seed)
+    scripted = Scripted(town, [sizes.teacher], seed)
+    teacher: Teacher = ActingExpert(scripted) if variant == "flat" else scripted
     if variant in REWARDED:
         learner = trained_rival(town, variant, sizes, seed, log)
         return lambda where: begun(RivalLives(where, learner, sizes.hidden))
@@ -284,8 +286,6 @@ def trained(params: Params, variant: str, seed: int, town: Town, folder: Path) -
     if variant == "alone":
         co_players = Resting(shape, shape.num_agents - 1)
         sizes = sizes.model_copy(update={"worlds": sizes.worlds * shape.num_agents})
-    if variant == "flat":
-        teacher = ActingExpert(teacher)
     if variant in REINFORCED:
         alone = {"ppo_iterations": REINFORCED_ITERATIONS, "kickstart_coef": 0.0}
         sizes = sizes.model_copy(update=alone)

@@ -330,6 +330,7 @@ def cell(params: Params, variant: str, seed: int) -> dict[str, Any]:
     stopped training went on.
     """
     less = {name: round(share * getattr(params.policy, name)) for name, share in SHARES.items()}
+    less["worlds"] += -less["worlds"] % params.policy.meta_period
     every_tick = {"meta_period": 1} if variant == "flat" else {}
     sizes = params.policy.model_copy(update=less | every_tick)
     judged_in = params.seed + EVALUATION_SEED

@@ -286,7 +286,7 @@ class Learner:
 
     def _untold(self, world: TensorDict) -> Record:
         """Zeros in the form of `told`."""
-        none = torch.zeros(len(world), self.agents, dtype=torch.int64, device=world.device)
+        none = torch.zeros(len(world), self.agents, dtype=torch.int64, device=self.town.device)
         odds = none.new_zeros(*none.shape, self.shape.num_goals, dtype=torch.float32)
         return dict(zip(TOLD, (none, none, odds), strict=True))
 

@@ -204,11 +204,10 @@ class Learner:
         """Sampled actions int64 [B, N].
 
         Args:
-            thinking: int64 [.] the worlds whose agents deliberate now. Not read in imitation, in
+            thinking: int64 [.] the worlds whose agents deliberate now; not read in imitation, in
                 which nothing is imagined.
-            led: where the expert acts, in imitation; None in PPO.
-                What the expert does is recorded where it acts; elsewhere the record holds zeros
-                (see `told`).
+            led: where the expert acts, in imitation; None in PPO. What the expert does is recorded
+                where it acts; elsewhere the record holds zeros (see `told`).
         """
         if led is not None:
             acted, agent, expert, record = self._imitate(world, seen, memory, led)

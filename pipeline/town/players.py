@@ -34,7 +34,8 @@ from hamlet.town.vectors import agent_major
 UNIT = 0.25
 """Of what all meters drain in a tick: by so much more worth per tick a goal is e times likelier.
 
-Half and twice as much teach module D less: 181.6 and 181.4 of return, not 182.4."""
+In one training each, half and twice as much taught module D less: 181.6 and 178.4 of return, not
+182.4."""
 STREAM_CHARACTER, STREAM_RANDOM = 4096, 4224
 SEEKERS = ("expert_sightings", "expert_searching", "expert_watching")  # know what they have seen
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import queue
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +53,19 @@ class Ranks:
         assert all(process.is_alive() for process in self.processes), "somebody ended a rank"
         for asked in self.asked[:count]:
             asked.put((count, port, function, arguments))
-        said = [self.told.get(timeout=PATIENCE) for _ in range(count)]
+        said = [self._hear() for _ in range(count)]
         errors = [error for error in said if error]
         assert not errors, "\n".join(errors)
         return [torch.load(self.folder / f"{rank}.pt", weights_only=True) for rank in range(count)]
+
+    def _hear(self) -> str:
+        """What the next rank says; an error at once where a rank has ended instead."""
+        for _ in range(PATIENCE):
+            with suppress(queue.Empty):
+                return str(self.told.get(timeout=1))
+            ended = {rank: p.exitcode for rank, p in enumerate(self.processes) if p.exitcode}
+            assert not ended, f"ranks ended, by exit code: {ended}"
+        raise AssertionError(f"no rank said anything in {PATIENCE} seconds")
 
     def close(self) -> None:
         for process in self.processes:

@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +27,12 @@ PROCESSES = ["default", "dead"]  # the others' commands are forks, see `copied_r
 MODES = ["repro", "exp run", "temp", "queue"]
 HEAD_ROOM = 10.0  # seconds, of a machine that does other things too
 WORK = """
-import os, sys
+import atexit, os, sys, time
+began = time.monotonic()
+def over():
+    with open(os.environ["SECONDS"], "a") as file:
+        print(os.environ["MODE"], time.monotonic() - began, file=file)
+atexit.register(over)  # the first to register is the last to be called
 from pathlib import Path
 from hamlet.params import load_params
 from hamlet.tracking import stage_run
@@ -62,7 +67,7 @@ class Case(NamedTuple):
 
     Attributes:
         uri: where the runs should be.
-        seconds: of each mode.
+        seconds: of each mode, of its slowest stage.
         said: stderr of `dvc repro`.
     """
 
@@ -84,6 +89,7 @@ def small_repo(path: Path, port: int, store_name: str) -> tuple[Repo, str]:
     if given:
         repo.env["MLFLOW_TRACKING_URI"] = given
     repo.env["MLFLOW_EXPERIMENT_NAME"] = store_name
+    repo.env["SECONDS"] = str(path.with_suffix(".seconds"))
     (path / "kept").mkdir()
     (path / "work.py").write_text(WORK)
     (path / "dvc.yaml").write_text(PIPELINE)
@@ -117,23 +123,22 @@ def queue(repo: Repo) -> None:
 
 def run_modes(repo: Repo) -> tuple[dict[str, float], str]:
     """Every mode once; seconds of each, and what `dvc repro` said."""
-    seconds, said = {}, ""
-
-    def timed(mode: str, work: Callable[[], Any]) -> Any:
-        repo.env["MODE"] = mode
-        began = time.monotonic()
-        done = work()
-        seconds[mode] = time.monotonic() - began
-        return done
-
-    said = timed("repro", lambda: repo.run("dvc", "repro")).stderr
+    experiment = ("dvc", "exp", "run", "-q")
+    repo.env["MODE"] = "repro"
+    said = repo.run("dvc", "repro").stderr
     repo.run("git", "add", "-A")
     repo.run("git", "commit", "-qm", "one")
-    experiment = ("dvc", "exp", "run", "-q")
-    timed("exp run", lambda: repo.run(*experiment, "--name", "in-place", "-S", "seed=12"))
+    repo.env["MODE"] = "exp run"
+    repo.run(*experiment, "--name", "in-place", "-S", "seed=12")
     repo.run("git", "reset", "-q", "--hard")
-    timed("temp", lambda: repo.run(*experiment, "--temp", "--name", "beside", "-S", "seed=13"))
-    timed("queue", lambda: queue(repo))
+    repo.env["MODE"] = "temp"
+    repo.run(*experiment, "--temp", "--name", "beside", "-S", "seed=13")
+    repo.env["MODE"] = "queue"
+    queue(repo)
+    seconds = dict.fromkeys(MODES, 0.0)
+    for line in Path(repo.env["SECONDS"]).read_text().splitlines():
+        mode, _, told = line.rpartition(" ")
+        seconds[mode] = max(seconds[mode], float(told))
     return seconds, said
 
 
@@ -218,7 +223,7 @@ def test_no_store_makes_it_slow(cases, mode, capsys):
     seconds = {name: case.seconds[mode] for name, case in cases.items()}
     with capsys.disabled():
         print(f"\n{mode}: " + ", ".join(f"{k} {v:.1f} s" for k, v in seconds.items()))
-    assert seconds["dead"] <= 1.5 * seconds["default"] + HEAD_ROOM
+    assert 0 < seconds["dead"] <= 1.5 * seconds["default"] + HEAD_ROOM
 
 
 def test_a_dead_server_is_one_line(cases):

@@ -65,8 +65,10 @@ HELD_OUT_WORLDS, FOCAL_WORLDS = 64, 256
 REWARDED = ("sb3_recurrent_ppo", "lstm_ppo", "recurrent_dqn")
 """Rivals that learn from reward alone."""
 PLAIN = ("plain", "plain_time")
-REINFORCED, REINFORCED_ITERATIONS = ("reinforced", "reinforced_sharing"), 120
-"""Go on after imitation with so many iterations of PPO in which the expert tells nothing."""
+REINFORCED = {"reinforced": 8, "reinforced_long": 96, "reinforced_sharing": 96}
+"""Go on after imitation with PPO in which the expert tells nothing: the ticks of its rollouts,"""
+REINFORCED_TICKS, FITTED_TICKS = 960, 96
+"""for so many ticks, after these in which only the critic learns."""
 RIVALS_WORLDS, RIVALS_EPOCHS, RIVALS_MINIBATCHES, RIVALS_UPDATES = 32, 2, 8, 12
 """More updates than these would cost more than the whole agent's processor time."""
 
@@ -287,18 +289,36 @@ def trained(params: Params, variant: str, seed: int, town: Town, folder: Path) -
         co_players = Resting(shape, shape.num_agents - 1)
         sizes = sizes.model_copy(update={"worlds": sizes.worlds * shape.num_agents})
     if variant in REINFORCED:
-        alone = {"ppo_iterations": REINFORCED_ITERATIONS, "kickstart_coef": 0.0}
-        sizes = sizes.model_copy(update=alone)
+        sizes = sizes.model_copy(update={"critic_iterations": 0, "ppo_iterations": 0})
     if variant == "reinforced_sharing":
         town = Sharing(town.pack, layouts=town.affordance_cells)
     mind, blank = minds(params, town, variant)
     compiling = params.compile.model_copy(update={"rollout": False})  # too few ticks to pay
-    train_policy(
+    done = train_policy(
         town, shape, mind, blank, sizes, compiling, seed, file, log,
         co_players=co_players, teacher=teacher,
     )  # fmt: skip
+    if variant in REINFORCED:
+        train_policy(
+            town, shape, mind, blank, left_alone(sizes, REINFORCED[variant]), compiling, seed,
+            folder / "alone.pt", Shown(f"{variant}, seed {seed}: alone"), done.critic,
+        )  # fmt: skip
     draws = variant in ("random_goals", "flat")
     return lambda where: (Everyone(where, shape, mind, draws, blank), blank(HELD_OUT_WORLDS))
+
+
+def left_alone(sizes: PolicyParams, ticks: int) -> PolicyParams:
+    """PPO and nothing else, in rollouts of so many ticks; as many updates whatever their length."""
+    return sizes.model_copy(
+        update={
+            "imitation_iterations": 0,
+            "critic_iterations": FITTED_TICKS // ticks,
+            "ppo_iterations": REINFORCED_TICKS // ticks,
+            "minibatches": sizes.minibatches * ticks // sizes.rollout,
+            "rollout": ticks,
+            "kickstart_coef": 0.0,
+        }
+    )
 
 
 def after_shifts(town: Town, seated: Seated, teacher: str | None, seed: int) -> dict[str, Any]:

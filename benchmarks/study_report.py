@@ -32,6 +32,7 @@ VARIANTS = {
     "flat": "no goals: actions chosen at once",
     "alone": "learned while all others rested",
     "reinforced": "then much PPO without the teacher, each for itself",
+    "reinforced_long": "the same in rollouts of 96 ticks, not 8",
     "reinforced_sharing": "the same, for the mean reward of all",
     "no_rule": "not given: the bias of the broke",
     "no_prospects": "not given: what a place is worth per tick",

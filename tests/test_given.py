@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,10 @@ import yaml
 
 from benchmarks.given import GIVEN, NOTHING, not_looking, policy_without
 from benchmarks.shifts import FASTER, MISSING, SHIFTS, shifted
-from benchmarks.study import REINFORCED, REINFORCED_ITERATIONS, trained
+from benchmarks.study import REINFORCED, REINFORCED_TICKS, trained
 from benchmarks.study_players import Sharing
 from benchmarks.study_report import changed, report, table
+from hamlet.learning.train_policy import Trained
 from hamlet.modules.contracts import LOOK
 from hamlet.modules.policy import EARNING, IDLING, Policy
 from hamlet.params import load_params
@@ -159,8 +161,8 @@ def test_a_variant_is_trained_as_it_says(monkeypatch, tmp_path):
     frozen modules of a whole pipeline would be needed."""
     params = load_params(ROOT / "params.yaml", "tiny")
     made: dict[str, type[Policy]] = {}
-    told: dict[str, tuple] = {}
-    sense = object()
+    told: dict[str, list[tuple]] = defaultdict(list)
+    sense, critic = object(), object()
 
     def make_mind(params, town, kind):
         made[variant] = kind
@@ -168,18 +170,30 @@ def test_a_variant_is_trained_as_it_says(monkeypatch, tmp_path):
         mind.policy, mind.fused_sense = of_kind(kind), sense
         return mind, blank, []
 
-    def train_policy(town, shape, mind, blank, sizes, *rest, **more):
-        told[variant] = town, sizes, mind
+    def train_policy(town, shape, mind, blank, sizes, options, seed, file, log, given=None, **more):
+        told[variant].append((town, sizes, mind, given, file))
+        return Trained(critic, {})
 
     monkeypatch.setattr("benchmarks.study.make_mind", make_mind)
     monkeypatch.setattr("benchmarks.study.train_policy", train_policy)
     for variant in ("full", *REINFORCED, *GIVEN):
         trained(params, variant, 1, TOWN, tmp_path)
-    for variant, (town, sizes, mind) in told.items():
-        alone, shares = variant in REINFORCED, variant == "reinforced_sharing"
-        assert sizes.kickstart_coef == (0.0 if alone else params.policy.kickstart_coef)
-        asked = REINFORCED_ITERATIONS if alone else params.policy.ppo_iterations
-        assert sizes.ppo_iterations == asked
+    assert {variant for variant, parts in told.items() if len(parts) == 2} == REINFORCED.keys()
+    for variant, ((town, sizes, mind, _, file), *then) in told.items():
+        shares, own = variant == "reinforced_sharing", params.policy
+        assert sizes.kickstart_coef == own.kickstart_coef
+        assert sizes.imitation_iterations == own.imitation_iterations
+        assert (sizes.critic_iterations, sizes.ppo_iterations) == (
+            (0, 0) if then else (own.critic_iterations, own.ppo_iterations)
+        )
+        for same_town, alone, same_mind, given, own_file in then:
+            assert (same_town, same_mind, given) == (town, mind, critic)
+            assert own_file != file
+            assert alone.rollout == (8 if variant == "reinforced" else 96)
+            assert (alone.kickstart_coef, alone.imitation_iterations) == (0.0, 0)
+            assert alone.ppo_iterations * alone.rollout == REINFORCED_TICKS
+            assert alone.critic_iterations * alone.rollout == 96
+            assert alone.minibatches / alone.rollout == own.minibatches / own.rollout
         assert isinstance(town, Sharing) == shares
         assert torch.equal(town.affordance_cells, TOWN.affordance_cells)
         assert (mind.variant, mind.fused_sense) == (variant, sense)

@@ -63,7 +63,8 @@ class Ranks:
         for _ in range(PATIENCE):
             with suppress(queue.Empty):
                 return str(self.told.get(timeout=1))
-            ended = {rank: p.exitcode for rank, p in enumerate(self.processes) if p.exitcode}
+            codes = enumerate(process.exitcode for process in self.processes)
+            ended = {rank: code for rank, code in codes if code is not None}
             assert not ended, f"ranks ended, by exit code: {ended}"
         raise AssertionError(f"no rank said anything in {PATIENCE} seconds")
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+from ranks import Ranks
 from tensordict import TensorDict
 from torch import nn
 
@@ -72,6 +75,17 @@ def test_parts_make_the_whole_and_noise_is_drawn_once(ranks, count, dim):
         assert torch.equal(seen["kept"], rows["bool"])
         assert torch.equal(seen["noise"], drawn)
         assert torch.equal(seen["next"], after)
+
+
+def leave():
+    os._exit(3)
+
+
+def test_a_rank_that_ends_is_an_error_at_once(tmp_path):
+    own = Ranks(tmp_path)
+    with pytest.raises(AssertionError, match=r"\{0: 3\}"):
+        own.run(1, leave)
+    own.close()
 
 
 def buffered(ticks, slots):

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 STORES = ["default", "relative", "dead", "server"]
 PROCESSES = ["default", "dead"]  # the others' commands are forks, see `copied_repo.Repo`
 MODES = ["repro", "exp run", "temp", "queue"]
-HEAD_ROOM = 10.0  # seconds, of a machine that does other things too
+HEAD_ROOM = 5.0  # seconds, of a machine that does other things too
 WORK = """
 import atexit, os, sys, time
 began = time.monotonic()
@@ -67,7 +67,7 @@ class Case(NamedTuple):
 
     Attributes:
         uri: where the runs should be.
-        seconds: of each mode, of its slowest stage.
+        seconds: of each mode, its stages together.
         said: stderr of `dvc repro`.
     """
 
@@ -122,7 +122,7 @@ def queue(repo: Repo) -> None:
 
 
 def run_modes(repo: Repo) -> tuple[dict[str, float], str]:
-    """Every mode once; seconds of each, and what `dvc repro` said."""
+    """Every mode once; seconds of each, without what DVC does; what `dvc repro` said."""
     experiment = ("dvc", "exp", "run", "-q")
     repo.env["MODE"] = "repro"
     said = repo.run("dvc", "repro").stderr
@@ -138,7 +138,7 @@ def run_modes(repo: Repo) -> tuple[dict[str, float], str]:
     seconds = dict.fromkeys(MODES, 0.0)
     for line in Path(repo.env["SECONDS"]).read_text().splitlines():
         mode, _, told = line.rpartition(" ")
-        seconds[mode] = max(seconds[mode], float(told))
+        seconds[mode] += float(told)
     return seconds, said
 
 

@@ -112,7 +112,9 @@ class PolicyParams(Section):
     candidates: int = Field(ge=1, description="goals C imagined when deliberating")
     horizon: int = Field(ge=1, description="ticks H imagined for each")
     worlds: int = Field(ge=1, description="worlds B; a multiple of meta_period")
-    rollout: int = Field(ge=2, description="ticks T per iteration")
+    rollout: int = Field(
+        ge=2, description="ticks T per iteration; with kickstart_coef near 0 PPO needs some hundred"
+    )
     imitation_iterations: int = Field(ge=0, description="the expert drives ever fewer worlds")
     critic_iterations: int = Field(ge=0, description="updates of the critic alone, in between")
     algorithm: Literal["ppo", "impala"] = Field(description="what improves on imitation")

@@ -42,18 +42,19 @@ def test_steps_towards_a_place_are_kept_and_fade_out_of_sight(town, shape):
 
 
 def test_who_is_nearer_is_ahead_and_by_so_many_ticks(town, shape):
-    """A place six cells to the right; of the others one is at it, one beside me, one unseen."""
+    """A place six cells away, round a corner; of the others one is at it, one beside me, one
+    unseen."""
     social = Social(shape, 8)
     f, m = shape.num_affordances, shape.num_others
     places = torch.full((1, f, 2), 40.0)
-    places[0, 0] = torch.tensor([6 / shape.width, 0.0])
+    places[0, 0] = torch.tensor([-4 / shape.width, -2 / shape.height])
     mean = torch.cat([places.flatten(1), torch.zeros(1, 9)], 1)
     wants = torch.zeros(1, m, shape.num_goals)
     wants[..., 0] = 0.8
     visible = torch.zeros(1, m, dtype=torch.bool)
     visible[0, :2] = True
     offset = torch.zeros(1, m, 2)
-    offset[0, 0, 0], offset[0, 2, 0] = 6 / OFFSET_UNIT, 6 / OFFSET_UNIT
+    offset[0, 0] = offset[0, 2] = torch.tensor([-4.0, -2.0]) / OFFSET_UNIT
     known, cues = torch.zeros(1, shape.self_dim), torch.zeros(1, m, shape.num_cues)
     ahead = social.ahead(wants, mean, known, cues, visible, offset)
     expected = torch.tensor([0.8 + 0.5 * 0.8, 0.8, 0.5 * 0.8])  # six ticks: hardly six

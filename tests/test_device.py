@@ -32,7 +32,6 @@ ONCE = "a constant: made once per device"
 WAITS = {
     "update.py:_apply": "each update: what is not a number must not reach the weights",
     "rollout.py:_learn": "each minibatch of PPO: whether it has gone far enough",
-    "agent.py:follow_step": "each tick of imitation: D is asked only for those who may change",
     "rollout.py:evaluate": "every GPU_TICKS ticks: whether all is over",
     "checkpoint.py:save": "every 20 seconds: the file is written from the CPU",
     "train_prover.py:consider": "15 times in a phase: proofs are ranked on the CPU",

@@ -94,6 +94,13 @@ def of_slots(f: Features, state: AgentState, slots: Tensor) -> tuple[Features, A
     return Features(*(x[slots] for x in f)), state._replace(goal=goal, goal_age=age, clock=clock)
 
 
+def asked_of(due: Tensor) -> Tensor:
+    """int64 [.] the slots that are `due` bool [.]; on a GPU, which would be waited for, all."""
+    if due.device.type == "cpu":
+        return due.nonzero().flatten()
+    return torch.arange(len(due), device=due.device)
+
+
 def foreseen(thoughts: Thoughts, goal: Tensor, action: Tensor) -> Tensor:
     """float32 [., N] the meters of the next tick in the imagined future of the goal int64 [.] that
     was chosen; zeros where none was imagined, or one with another first action than int64 [.]."""
@@ -163,26 +170,15 @@ class Mind(nn.Module):
         with region("perception"):
             belief = BeliefDistribution(
                 *self.perceive(
-                    obs.view,
-                    obs.occupancy,
-                    obs.self_state,
-                    obs.cues,
-                    obs.visible,
-                    obs.others_offset,
-                    state.belief,
+                    obs.view, obs.occupancy, obs.self_state, obs.cues, obs.visible,
+                    obs.others_offset, state.belief,
                 )
-            )
+            )  # fmt: skip
         with region("social"):
             *predicted, social_state = self.read_others(
-                belief.mean,
-                belief.log_std,
-                belief.known_state,
-                belief.social_cues,
-                obs.visible,
-                obs.others_offset,
-                obs.others_action,
-                state.social,
-            )
+                belief.mean, belief.log_std, belief.known_state, belief.social_cues,
+                obs.visible, obs.others_offset, obs.others_action, state.social,
+            )  # fmt: skip
         social = SocialPrediction(*predicted)
         features = Features(
             belief.mean,
@@ -370,18 +366,19 @@ class Mind(nn.Module):
         mine, own = of_slots(f, state, free)
         ended = self.policy.goal_ended(mine.known_state, own.goal, own.goal_age)
         due = ended | (own.clock % REVIEWED == 0) | (own.clock % self.policy.meta_period == 0)
-        asked = due.nonzero().flatten()
+        asked = asked_of(due)
         theirs, pursuits = of_slots(mine, own, asked)
         prior = self.policy.prior_logits(theirs)
         _, now = self.pursue(theirs, pursuits, prior, prior + goal_noise[asked])
-        goal = own.goal.index_copy(0, asked, now.goal)
+        goal = own.goal.index_copy(0, asked, torch.where(due[asked], now.goal, pursuits.goal))
+        age = torch.where(due[asked], now.goal_age, pursuits.goal_age + 1)
         logits = masked_logits(self.policy.action_logits(mine, goal), obs.action_mask[free])
         action = led_action.index_copy(0, free, (logits + action_noise).argmax(-1))
         agent = state._replace(
             belief=belief,
             social=social,
             goal=led_goal.index_copy(0, free, goal),
-            goal_age=(state.goal_age + 1).index_copy(0, free[asked], now.goal_age),
+            goal_age=(state.goal_age + 1).index_copy(0, free[asked], age),
             clock=state.clock + 1,
             moved=action + 1,
         )

@@ -222,11 +222,15 @@ def test_where_the_expert_acts_its_goal_is_the_one_that_is_pursued():
         world, memory = town.step_core(world, action), after
 
 
-@pytest.mark.parametrize("period", [8, 3])
-def test_where_nobody_leads_the_learner_acts_as_in_ppo_without_imagination(period, monkeypatch):
+@pytest.mark.parametrize(("period", "all_asked"), [(8, False), (3, False), (3, True)])
+def test_where_nobody_leads_the_learner_acts_as_in_ppo_without_imagination(
+    period, all_asked, monkeypatch
+):
     """Imitation's cheaper tick is the same decision: by the prior, with the same noise. But at
     three ticks of four nobody turns to what looks better, unless the pursued goal has ended or it
-    is time to deliberate."""
+    is time to deliberate; whether only those who may are asked or, as on a GPU, all."""
+    if all_asked:
+        monkeypatch.setattr("hamlet.modules.agent.asked_of", lambda due: torch.arange(len(due)))
     monkeypatch.setattr("hamlet.modules.agent.SWITCH_MARGIN", 0.02)  # of who has learned nothing
     learner, memory, world = class_of_twelve()
     town, mind, n = learner.town, learner.mind, learner.agents

@@ -238,6 +238,7 @@ def execv(path: str, words: Sequence[str]) -> None:
 if __name__ == "__main__":
     ADDED = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     INSTALLED = [path for path in sys.path[1:] if path not in ADDED]
+    gc.disable()
     for library in LIBRARIES:
         with suppress(ImportError):
             __import__(library)
@@ -246,4 +247,5 @@ if __name__ == "__main__":
     assert threading.active_count() == 1, threading.enumerate()
     gc.collect()
     gc.freeze()
+    gc.enable()
     serve(sys.argv[1])

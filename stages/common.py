@@ -14,6 +14,7 @@ Under `torchrun` the training stages run on every rank; the first one alone trac
 """
 
 import ctypes
+import gc
 import os
 import shutil
 import signal
@@ -214,6 +215,9 @@ def one_line_errors(
     `kept` lists the checkpoint folders that an interrupted run can resume from, by `command`; by
     default `dvc repro`.
     """
+    if not gc.isenabled():  # since `stages` began to be imported
+        gc.freeze()
+        gc.enable()
     with _signals_interrupt():
         try:
             yield

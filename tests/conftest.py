@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import random
 import shutil
@@ -20,6 +21,7 @@ os.environ["HAMLET_DEVICE"] = "cpu"  # whatever the machine has
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every process compiles all that it imports
 settings.register_profile("any machine", deadline=None)  # a slow moment is no failure
 settings.load_profile("any machine")
+gc.disable()  # while the tests are collected: what they import stays
 
 WORKER = os.environ.get("PYTEST_XDIST_WORKER")
 if WORKER:  # side by side, processes that each take all cores wait for one another
@@ -46,6 +48,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return path != first, path in needing, spread, -tests[path], path
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is never garbage: to look through it again and again was a quarter of the
+    time that collecting takes, and goes on while tests run."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import re
 import shutil
@@ -14,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import yaml
+from filelock import FileLock
 
 from hamlet.params import load_params
 
@@ -87,7 +87,7 @@ class Repo:
 
 
 def warm(env: dict[str, str]) -> dict[str, str]:
-    """An environment in which `python` and `dvc` are asked of this process's warm server."""
+    """An environment in which `python` and `dvc` are asked of the warm server."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError):  # other systems than Linux
@@ -98,22 +98,22 @@ def warm(env: dict[str, str]) -> dict[str, str]:
 
 @cache
 def warm_server() -> Path:
-    """Start the server; it ends with this process."""
-    address = Path(tempfile.mkdtemp(prefix="hamlet-warm-")) / "socket"
-    server = subprocess.Popen(
-        [sys.executable, WARM / "server.py", address], stdin=subprocess.PIPE, cwd="/"
-    )
-
-    def end() -> None:
-        server.communicate()
-        shutil.rmtree(address.parent)
-
-    atexit.register(end)
-    until = time.monotonic() + 120
-    while not address.exists():
-        assert server.poll() is None, "the warm server ended"
-        assert time.monotonic() < until, "the warm server did not start"
-        time.sleep(0.05)
+    """The server of this test run: the first worker that asks starts it; it ends with the run."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    ending = os.getppid() if run else os.getpid()
+    folder = Path(tempfile.gettempdir()) / f"hamlet-warm-{run or ending}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    address = folder / "socket"
+    with FileLock(folder / "lock"):
+        if address.exists():
+            return address
+        command = [sys.executable, WARM / "server.py", address, str(ending)]
+        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, cwd="/")
+        until = time.monotonic() + 120
+        while not address.exists():
+            assert server.poll() is None, "the warm server ended"
+            assert time.monotonic() < until, "the warm server did not start"
+            time.sleep(0.05)
     return address
 
 

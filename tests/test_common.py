@@ -269,3 +269,18 @@ def test_a_large_tensor_is_not_given_back_to_the_system():
         borrowed[name] = int(done.stdout)
     assert borrowed["as_it_is"] >= 20_000_000
     assert borrowed["kept"] == 0
+
+
+@pytest.mark.parametrize(("argument", "expected"), [("-m", "False True"), ("-c", "True True")])
+def test_garbage_is_looked_for_when_what_a_stage_needs_is_imported(argument, expected):
+    body = f"""
+import gc, sys
+sys.argv[0] = "{argument}"  # as `python {argument}` has it while a package is imported
+import stages
+print(gc.isenabled())
+from stages.common import one_line_errors
+with one_line_errors("perception"):
+    print(gc.isenabled())
+"""
+    done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == expected.split()

@@ -1,12 +1,12 @@
 """Runs commands in forks of one process that has the large libraries imported already.
 
-    python tests/warm/server.py SOCKET
+    python tests/warm/server.py SOCKET PID
 
 Half of what the slow tests took was the same imports: some 250 processes, four seconds each. What
 `bin/python` and `bin/dvc` are asked for runs here instead, in a process of its own with the
 directory, environment and streams of whoever asked; a stage that dvc starts is a fork of that dvc.
 The project's own code is never imported before the fork: every command has that of its repository.
-Ends with its standard input.
+Ends with the process PID, and takes the folder of its socket along.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import re
 import runpy
 import selectors
 import shlex
+import shutil
 import signal
 import site
 import socket
@@ -50,17 +51,21 @@ LENGTH = 8
 PYTHON = os.path.join(os.path.dirname(os.path.abspath(__file__)), "bin", "python")
 
 
-def serve(path: str) -> None:
-    """Fork a process for every request, answer with its exit code when it has ended."""
+def serve(path: str, ending: int) -> None:
+    """Fork a process for every request, answer with its exit code when it has ended.
+
+    Args:
+        ending: the pidfd of the process with which this one ends.
+    """
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(path)
     listening.listen()
     waiting = selectors.DefaultSelector()
     waiting.register(listening, selectors.EVENT_READ, None)
-    waiting.register(0, selectors.EVENT_READ, None)
+    waiting.register(ending, selectors.EVENT_READ, None)
     while True:
         for key, _ in waiting.select():
-            if key.fd == 0:
+            if key.fd == ending:
                 return
             if key.fileobj is listening:
                 asking, _ = listening.accept()
@@ -238,6 +243,8 @@ def execv(path: str, words: Sequence[str]) -> None:
 if __name__ == "__main__":
     ADDED = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     INSTALLED = [path for path in sys.path[1:] if path not in ADDED]
+    RUN = os.pidfd_open(int(sys.argv[2]))
+    gc.disable()
     for library in LIBRARIES:
         with suppress(ImportError):
             __import__(library)
@@ -246,4 +253,6 @@ if __name__ == "__main__":
     assert threading.active_count() == 1, threading.enumerate()
     gc.collect()
     gc.freeze()
-    serve(sys.argv[1])
+    gc.enable()
+    serve(sys.argv[1], RUN)
+    shutil.rmtree(os.path.dirname(sys.argv[1]))

@@ -100,7 +100,6 @@ def test_what_is_told_is_not_taken_apart(monkeypatch):
     assert not taken
 
 
-@pytest.mark.slow
 class Mixed(nn.Module):
     """Operators on unlike types, whose result other ones take."""
 
@@ -119,6 +118,7 @@ def test_what_the_capture_knows_is_what_the_exporter_would_compute(monkeypatch):
     assert known.SerializeToString() == export_onnx(Mixed(), inputs, names).SerializeToString()
 
 
+@pytest.mark.slow
 def test_a_whole_mind_is_not_taken_apart_and_has_few_nodes(monkeypatch, tmp_path):
     """Nothing in think() is unknown to the exporter: it would take twice as long."""
     taken = []

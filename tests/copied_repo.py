@@ -12,6 +12,7 @@ import time
 from functools import cache
 from pathlib import Path
 
+import psutil
 import yaml
 from filelock import FileLock
 
@@ -108,10 +109,13 @@ def warm_server() -> Path:
         if address.exists():
             return address
         command = [sys.executable, WARM / "server.py", address, str(ending)]
-        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, cwd="/")
+        with (folder / "pid").open("w+") as told:  # not a pipe, which the server would keep open
+            subprocess.run(command, stdin=subprocess.DEVNULL, stdout=told, cwd="/", check=True)
+            told.seek(0)
+            server = psutil.Process(int(told.read()))
         until = time.monotonic() + 120
         while not address.exists():
-            assert server.poll() is None, "the warm server ended"
+            assert server.is_running(), "the warm server ended"
             assert time.monotonic() < until, "the warm server did not start"
             time.sleep(0.05)
     return address

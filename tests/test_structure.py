@@ -120,16 +120,6 @@ BORROWED |= {
         "_setup_privateuseone_for_python_backend",
     )
 }  # fmt: skip
-EXPORTER = "torch's exporter has no public way to be told what it computes again"
-BORROWED |= {
-    (name, "pipeline/export/translations.py"): EXPORTER
-    for name in (
-        "_TypePromotionInterpreter",
-        "_internal",
-        "_maybe_promote_node",
-        "_set_current_node",
-    )
-}
 NAMED_TUPLE = {"_asdict", "_fields", "_make", "_replace"}  # public, underlined against clashes
 
 

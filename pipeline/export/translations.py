@@ -6,17 +6,12 @@ as the capture itself twice over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from onnxscript import TracedOnnxFunction, ir, opset20
+from onnxscript import ir, opset20
 from torch.export import ExportedProgram
-from torch.fx import Interpreter, Node
-from torch.onnx._internal.fx.passes.type_promotion import _TypePromotionInterpreter as Promotion
-from torch.onnx._internal.fx.passes.type_promotion import get_type_promotion_rule
 
 aten = torch.ops.aten
 op: Any = opset20
@@ -162,37 +157,6 @@ class Whole(ExportedProgram):
         return self
 
 
-@contextmanager
-def known() -> Iterator[None]:
-    """Inside, torch's exporter takes what an operator makes from the capture, which it computes
-    again otherwise, to see what to cast. Nor does it read the source of each of its translations
-    for nothing but their domain. Both were a fifth of the time that an export takes."""
-
-    def run_node(self: Any, node: Node) -> Any:
-        with self._set_current_node(node):
-            if rule := get_type_promotion_rule(node, self.type_promotion_table):
-                self._maybe_promote_node(node, rule)
-        if node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor):
-            return node.meta["val"]
-        return Interpreter.run_node(self, node)
-
-    def signature(self: Any) -> Any:
-        return SimpleNamespace(domain=self.opset.domain)
-
-    changed: tuple[tuple[Any, str, Any], ...] = (
-        (Promotion, "run_node", run_node),
-        (TracedOnnxFunction, "function_ir", property(signature)),
-    )
-    before = [vars(owner)[name] for owner, name, _ in changed]
-    for owner, name, instead in changed:
-        setattr(owner, name, instead)
-    try:
-        yield
-    finally:
-        for (owner, name, _), kept in zip(changed, before, strict=True):
-            setattr(owner, name, kept)
-
-
 def translated(program: ExportedProgram, opset: int) -> torch.onnx.ONNXProgram:
     """A captured program in ONNX, not yet simplified."""
 
@@ -209,9 +173,8 @@ def translated(program: ExportedProgram, opset: int) -> torch.onnx.ONNXProgram:
         return made
 
     program.__class__ = Whole
-    with known():
-        try:
-            return translate()
-        except torch.onnx.OnnxExporterError:  # an operator is in no table, as a whole
-            program.__class__ = ExportedProgram
-            return translate()
+    try:
+        return translate()
+    except torch.onnx.OnnxExporterError:  # an operator is in no table, as a whole
+        program.__class__ = ExportedProgram
+        return translate()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import nullcontext
 
 import onnx
 import pytest
@@ -98,24 +97,6 @@ def test_what_is_told_is_not_taken_apart(monkeypatch):
         program = torch.export.export(module, examples, dynamic_shapes=shapes, strict=False)
         translations.translated(program, 20)
     assert not taken
-
-
-class Mixed(nn.Module):
-    """Operators on unlike types, whose result other ones take."""
-
-    def forward(self, x, i):
-        told = torch.where(x > 0, i, x) + i / 3, x**i, torch.pow(2, i) * x.sum(-1, keepdim=True)
-        kinds = i.sum(1) + (i > 1).sum(1), torch.cat([i, x], 1).mean(1), (i > 1) * x.double()
-        return *told, *kinds, (told[0] + i).relu() > i, i.float().exp() * (x > i)
-
-
-def test_what_the_capture_knows_is_what_the_exporter_would_compute(monkeypatch):
-    inputs = {"x": torch.randn(4, 3), "i": torch.arange(12).reshape(4, 3)}
-    names = [f"out_{n}" for n in range(len(Mixed()(*inputs.values())))]
-    known = export_onnx(Mixed(), inputs, names)
-    assert Counter(node.op_type for node in known.graph.node)["Cast"] >= 5
-    monkeypatch.setattr(translations, "known", nullcontext)
-    assert known.SerializeToString() == export_onnx(Mixed(), inputs, names).SerializeToString()
 
 
 @pytest.mark.slow

@@ -47,14 +47,6 @@ RUN = list(
     )
 )
 
-# Of a new project, as the preset tiny is of this one: its numbers are what a user waits for.
-SMALLER = {
-    "steps: 600, chunk: 32": "steps: 60, chunk: 32",
-    "members: 3, hidden: 128, steps: 600": "members: 3, hidden: 128, steps: 60",
-    "ticks: 36000 ": "ticks: 4096 ",
-    "episodes: 200,": "episodes: 20,",
-}
-
 
 def test_a_newcomer_meets_the_two_commands_first():
     assert [block.text.strip() for block in BLOCKS[:2]] == [INSTALL, "pytest"]
@@ -89,13 +81,10 @@ def test_the_picture_and_the_text_name_what_exists():
 
 @pytest.fixture(scope="module")
 def reader(tiny, tmp_path_factory) -> Repo:
-    """A copy of the tiny repository with the command `hamlet` of its own code on the path, which
-    writes small new projects."""
+    """A copy of the tiny repository with the command `hamlet` of its own code on the path."""
     folder = tmp_path_factory.mktemp("reader")
     shutil.copytree(tiny.path, folder / "hamlet", symlinks=True)
     repo = Repo(folder / "hamlet")
-    for large, small in SMALLER.items():
-        repo.replace("pipeline/own/project.py", large, small)
     bin_ = folder / "bin"
     bin_.mkdir()
     command = bin_ / "hamlet"

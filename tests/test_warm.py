@@ -9,7 +9,7 @@ import time
 
 import psutil
 import pytest
-from copied_repo import Repo, warm
+from copied_repo import WARM, Repo, warm
 
 pytestmark = pytest.mark.slow
 
@@ -123,3 +123,25 @@ def test_dvc_runs_stages_below_itself_and_stops_at_one_that_fails(repo):
     said = [line.split() for line in done.stdout.splitlines() if line.startswith("parent")]
     assert len({parent for _, parent, *_ in said}) == 1
     assert len({pid for *_, pid in said}) == 2
+
+
+def test_the_server_is_nobodys_child_and_ends_with_the_run(tmp_path):
+    """Of tests that look at their children, what another worker asks for must be none of them."""
+    folder = tmp_path / "warm"
+    folder.mkdir()
+    with subprocess.Popen(["sleep", "300"]) as run:
+        command = [sys.executable, WARM / "server.py", folder / "socket", str(run.pid)]
+        told = tmp_path / "told"
+        with told.open("w") as output:
+            subprocess.run(command, stdout=output, check=True)
+        server = psutil.Process(int(told.read_text()))
+        until = time.monotonic() + 120
+        while not (folder / "socket").exists():
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        assert server not in psutil.Process().children(recursive=True)
+        assert server.is_running()
+        run.kill()
+    while folder.exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)

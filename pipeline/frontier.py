@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from hamlet.moving import constant
 
@@ -28,15 +27,15 @@ def where_to_look(unseen: Tensor, position: Tensor, vision: int) -> Tensor:
     near_rows, near_columns = (
         (away <= vision).to(unseen.dtype) for away in (away_rows, away_columns)
     )
-    found = (near_rows @ unseen @ near_columns).flatten(-2)
-    # Of each column the columns to every cell, and of each row, below these, the rows to it.
-    to_column = away_columns.unsqueeze(1).expand(-1, height, -1)
-    to_row = away_rows.unsqueeze(2).expand(-1, -1, width)
-    away = torch.cat([to_column, to_row]).flatten(1)
-    which = position + constant([0, width], position.dtype, position.device)
-    steps = F.embedding(which, away.to(unseen.dtype)).sum(-2)
-    score = found / steps.clamp_min(1)
-    return torch.where(score.amax(-1) > 0, score.argmax(-1), cell_at(position, width))
+    found = near_rows @ unseen @ near_columns
+    # Of an agent in each cell: the rows to every other row, and the columns to every other column.
+    rows_away = away_rows.to(unseen.dtype).repeat_interleave(width, 0).unsqueeze(-1)
+    columns_away = away_columns.to(unseen.dtype).repeat(height, 1).unsqueeze(-2)
+    cell = cell_at(position, width)
+    steps = rows_away[cell] + columns_away[cell]
+    score = (found / steps.clamp_min(1)).flatten(-2)
+    best, where = score.max(-1)
+    return torch.where(best > 0, where, cell)
 
 
 def cell_at(position: Tensor, width: int) -> Tensor:

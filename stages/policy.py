@@ -21,9 +21,8 @@ from hamlet.export.frozen import freeze, load_frozen
 from hamlet.export.sense import load_sense
 from hamlet.learning import distributed
 from hamlet.learning.actors import Cast
-from hamlet.learning.learner import Learner, first_state, weights_of
-from hamlet.learning.population import Selves, play_alone
-from hamlet.learning.train_policy import goal_targets, policy_precision, train_policy
+from hamlet.learning.learner import Learner, first_state
+from hamlet.learning.train_policy import Trained, goal_targets, policy_precision, train_policy
 from hamlet.modules.agent import AgentState, Mind
 from hamlet.modules.contracts import LEADS, Features, TownShape
 from hamlet.modules.critic import Critic
@@ -37,10 +36,6 @@ from stages import paths
 from stages.collect import make_town
 from stages.common import prepare_torch, stage
 from stages.log import StageLog
-
-JUDGED_WORLDS, JUDGED_SEED = 64, 6
-"""Held-out worlds in which the agent is judged before and after reinforcement; their seed is added
-to that of the parameters."""
 
 
 def lazily(
@@ -93,14 +88,15 @@ def make_mind(
 
 def keep_policy(
     policy: Policy,
-    critic: Critic,
+    trained: Trained,
     shape: TownShape,
     params: Params,
     cards: Sequence[Mapping[str, Any]],
     folder: Path,
     made_on: Mapping[str, str] | None = None,
 ) -> None:
-    """Freeze the four questions to D in `folder`, each in its file, and keep what can learn on.
+    """Freeze the four questions to D in `folder`, each in its file, and keep what can learn on,
+    and what imitation left before reinforcement, which `stages.evaluate` compares.
 
     `cards` are those of A, B and C; `made_on` the facts of `Stage.made_on`.
     """
@@ -149,36 +145,13 @@ def keep_policy(
         )
     weights = folder / "weights.pt"
     with atomic_path(weights) as temporary:
-        learned = {"policy": policy.state_dict(), "critic": critic.state_dict()}
+        learned = {
+            "policy": policy.state_dict(),
+            "critic": trained.critic.state_dict(),
+            "imitated": trained.imitated,
+        }
         torch.save(moved(learned, "cpu"), temporary)
     write_card(weights, "policy weights", {}, upstream, shape.pack_hash, made_on)
-
-
-def reinforced(
-    town: Town, seat: Selves, imitated: Mapping[str, Tensor], seed: int
-) -> dict[str, float]:
-    """What reinforcement learning added: the mean return of the trained agents and of those that
-    imitation left, in the same worlds; the difference and half of its 95 % interval.
-
-    All ranks call it: of two, each plays one of both.
-    """
-    policy: Any = seat.mind.policy
-    learned = weights_of(policy)
-    device = next(policy.parameters()).device
-    by_world = [torch.zeros(JUDGED_WORLDS, dtype=torch.float64, device=device)] * 2
-    for number, weights in enumerate((imitated, learned)):
-        if distributed.rank() == number % distributed.ranks():
-            policy.load_state_dict(weights)
-            by_world[number] = play_alone(town, seat, JUDGED_WORLDS, seed + JUDGED_SEED).mean(1)
-    policy.load_state_dict(learned)
-    by_world = list(distributed.all_reduce_sum(*by_world))
-    gain = by_world[1] - by_world[0]
-    return {
-        "imitated_return": by_world[0].mean().item(),
-        "reinforced_return": by_world[1].mean().item(),
-        "reinforcement_gain": gain.mean().item(),
-        "reinforcement_gain_ci95": 1.96 * gain.std().item() / len(gain) ** 0.5,
-    }
 
 
 def make_actor(params: Params) -> Learner:
@@ -238,19 +211,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             folder / "checkpoint.pt", log, cast=cast,
         )  # fmt: skip
 
-        if s.first:
-            made_on = s.made_on(policy_precision(s.params.compile, s.device))
-            keep_policy(policy, trained.critic, shape, s.params, cards, paths.POLICY, made_on)
-            log.write(paths.curve("policy"))
-        seat = Selves(mind, shape, blank, 0, shape.num_agents, imagines=True)
-        held_out = make_town(s.params, held_out=True, device=s.device)
-        learned = reinforced(held_out, seat, trained.imitated, s.params.seed)
         if not s.first:
             return
-        learned["menu_error"] = menu_error(policy.prospects.menu.t().cpu(), menu(town.pack))
+        made_on = s.made_on(policy_precision(s.params.compile, s.device))
+        keep_policy(policy, trained, shape, s.params, cards, paths.POLICY, made_on)
+        log.write(paths.curve("policy"))
+        imagined = menu_error(policy.prospects.menu.t().cpu(), menu(town.pack))
+        s.run.metrics({"menu_error": imagined})
         tail = log.rows[-1] if log.rows else {}
-        s.run.metrics(learned)
-        numbers = {k: v for k, v in tail.items() if k != "step"} | learned
+        numbers = {k: v for k, v in tail.items() if k != "step"} | {"menu_error": imagined}
         write_json(paths.metrics("policy"), numbers)
 
 

@@ -132,14 +132,14 @@ class Society:
         folder = self.folder / f"round_{number}"
         folder.mkdir(exist_ok=True)
         log = StageLog(s, folder, every=1)
-        train_policy(
+        trained = train_policy(
             self.town, self.shape, self.mind, self.blank, sizes.model_copy(update=only_ppo),
             self.params.compile, self.params.seed + number, folder / "checkpoint.pt", log, critic,
             co_players,
         )  # fmt: skip
         made_on = s.made_on(policy_precision(self.params.compile, s.device))
         kept = home(self.folder, number)
-        keep_policy(policy, critic, self.shape, self.params, self.cards, kept, made_on)
+        keep_policy(policy, trained, self.shape, self.params, self.cards, kept, made_on)
 
 
 def compare(society: Society, met: dict[tuple[int, int], Tensor]) -> Standing:

@@ -6,62 +6,50 @@ import pytest
 import torch
 
 from hamlet.learning.learner import weights_of
-from stages import policy
+from hamlet.learning.population import Selves, play_alone
+from hamlet.modules.contracts import TownShape
+from hamlet.params import load_params
+from hamlet.town import Town, load_pack
+from stages import evaluate
+from tests.learning.minds import new_mind
+from tests.test_ranks import ROOT
+
+WORLDS = 5
 
 
-class Seat:
-    """A policy of one number; a world's return is the number times the world, plus a whim."""
+def test_the_gain_is_paired_and_of_what_the_policy_stage_kept(monkeypatch, tmp_path):
+    params = load_params(ROOT / "params.yaml")
+    sized = params.evaluate.model_copy(update={"worlds": WORLDS})
+    params = params.model_copy(update={"evaluate": sized, "seed": 3})
+    pack = load_pack("l4_contention").model_copy(update={"lifespan": 16})
+    held_out, mine = Town(pack, num_layouts=8, layout_seed=5), Town(pack, num_layouts=8)
+    mind, blank = new_mind(held_out, params.policy)
+    kept = {}
+    for name, action in (("imitated", "WAIT"), ("policy", "INTERACT"), ("critic", "UP")):
+        with torch.no_grad():  # each does little but one thing
+            bias = mind.policy.controller[-1].bias.zero_()
+            bias[held_out.action_names.index(action)] = 8
+        kept[name] = weights_of(mind.policy)
+    torch.save(kept, tmp_path / "weights.pt")
+    monkeypatch.setattr(evaluate.paths, "POLICY", tmp_path)
+    towns = {True: held_out, False: mine}
+    monkeypatch.setattr(evaluate, "make_town", lambda params, held_out=False: towns[held_out])
+    monkeypatch.setattr(evaluate, "make_mind", lambda *_: (mind, blank, []))
+    told = evaluate.reinforced(params)
 
-    class mind:
-        policy = torch.nn.Linear(1, 1, bias=False)
-
-
-def returns(town, seat, worlds: int, seed: int) -> torch.Tensor:
-    number = torch.arange(worlds, dtype=torch.float64).unsqueeze(1)
-    strength = seat.mind.policy.weight.item()
-    return (strength + number / 100 + (number % 7) * strength).expand(-1, 3) + seed
-
-
-def test_the_gain_is_paired_and_the_trained_weights_stay(monkeypatch):
-    monkeypatch.setattr(policy, "play_alone", returns)
-    seat = Seat()
-    with torch.no_grad():
-        seat.mind.policy.weight.fill_(2.0)
-    imitated = weights_of(seat.mind.policy)
-    with torch.no_grad():
-        seat.mind.policy.weight.fill_(5.0)
-    told = policy.reinforced(None, seat, imitated, 10)
-    number = torch.arange(policy.JUDGED_WORLDS, dtype=torch.float64)
-    gain = 3 + 3 * (number % 7)
-    assert told["reinforced_return"] - told["imitated_return"] == pytest.approx(
-        told["reinforcement_gain"]
-    )
-    assert told["reinforcement_gain"] == pytest.approx(gain.mean().item())
-    half = 1.96 * gain.std().item() / policy.JUDGED_WORLDS**0.5
-    assert told["reinforcement_gain_ci95"] == pytest.approx(half)
-    seeds = 10 + policy.JUDGED_SEED
-    assert told["imitated_return"] == pytest.approx(
-        (2 + number / 100 + (number % 7) * 2).mean().item() + seeds
-    )
-    assert seat.mind.policy.weight.item() == 5.0
-
-
-def test_of_two_ranks_each_plays_one_and_both_keep_what_was_trained(monkeypatch):
-    played = []
-
-    def returns_of(town, seat, worlds, seed):
-        played.append(seat.mind.policy.weight.item())
-        return returns(town, seat, worlds, seed)
-
-    monkeypatch.setattr(policy, "play_alone", returns_of)
-    monkeypatch.setattr(policy.distributed, "ranks", lambda: 2)
-    monkeypatch.setattr(policy.distributed, "all_reduce_sum", lambda *sums: sums)
-    for rank, strength in ((0, 2.0), (1, 5.0)):
-        monkeypatch.setattr(policy.distributed, "rank", lambda rank=rank: rank)
-        seat, imitated = Seat(), {"weight": torch.tensor([[2.0]])}
-        with torch.no_grad():
-            seat.mind.policy.weight.fill_(5.0)
-        policy.reinforced(None, seat, imitated, 10)
-        assert played.pop() == strength
-        assert not played
-        assert seat.mind.policy.weight.item() == 5.0
+    seat = Selves(mind, TownShape.of(held_out), blank, 0, held_out.num_agents, imagines=True)
+    returns = []
+    for name in ("imitated", "policy"):
+        mind.policy.load_state_dict(kept[name])
+        returns.append(play_alone(held_out, seat, WORLDS, 3 + evaluate.REINFORCED_SEED).mean(1))
+    before, after = returns
+    gain = after - before
+    assert gain.std() > 0.01
+    assert gain.abs().mean() > 0.1
+    assert (before.std() - gain.std()).abs() > 0.001
+    assert told == {
+        "imitated_return": pytest.approx(before.mean().item()),
+        "reinforced_return": pytest.approx(after.mean().item()),
+        "reinforcement_gain": pytest.approx(gain.mean().item()),
+        "reinforcement_gain_ci95": pytest.approx(1.96 * gain.std().item() / WORLDS**0.5),
+    }

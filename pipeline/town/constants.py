@@ -70,7 +70,7 @@ class TownConstants:
         self.others = slot + (slot >= agent)
         kin_size = pack.families.size if pack.families else 1
         self.kin = (self.others // kin_size == agent // kin_size)[..., None]
-        self.each_cue = torch.arange(self.num_cues, device=self.device).int()[:, None, None, None]
+        self.each_cue = torch.arange(self.num_cues, device=self.device).int()
         self.each_action = torch.arange(self.num_actions, device=self.device).int()[:, None, None]
         spots = torch.arange((2 * pack.vision + 1) ** 2, device=self.device)
         self.each_spot = spots.int()[:, None, None]

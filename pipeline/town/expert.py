@@ -398,7 +398,8 @@ class Expert:
         assert seen is not None
         assert ways.hidden is not None
         x, y = s["position"].long().unbind(0)
-        unseen = ~seen.all(-1) & mind.needs_sight
+        hides = (~seen).float()
+        unseen = (hides.amax(-1) > 0) & mind.needs_sight
         worth = p["explore_rate"]
         if self.strays:  # to the nearest cell that it has not seen
             away = self.cells * 4
@@ -408,8 +409,8 @@ class Expert:
             look_x, look_y = cx.gather(-1, nearest)[..., 0], cy.gather(-1, nearest)[..., 0]
         if self.searches:
             # What is hidden, as if it were to be used after a search that is not in vain.
-            hides = (~seen).float().unflatten(-1, (town.height, town.width))
-            there = where_to_look(hides, torch.stack([x, y], -1), town.vision)
+            cells = hides.unflatten(-1, (town.height, town.width))
+            there = where_to_look(cells, torch.stack([x, y], -1), town.vision)
             there_x, there_y = there % town.width - x, there // town.width - y
             far = there_x.abs() + there_y.abs() + p["search"].long()
             far = far.expand(town.num_affordances, *far.shape)

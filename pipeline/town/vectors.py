@@ -30,7 +30,7 @@ def clamp01(value: Tensor) -> Tensor:
 
 
 def unfold(bits: Tensor, each: Tensor) -> Tensor:
-    """int32 [len(each), ...]: the bits of `bits` one by one."""
+    """int32: the bits of `bits` one by one, along the dimension of `each`."""
     return (bits >> each) & 1
 
 

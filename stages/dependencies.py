@@ -157,7 +157,7 @@ def reached(module: str) -> dict[str, str]:
 
 def module_of(command: str) -> str:
     """The module that a stage's command runs: `python -m stages.ranks auto social` runs social, and
-    `python -m stages.beside prove -- python -m stages.agent` runs agent."""
+    `python -m stages.beside prove_evaluate -- python -m stages.agent` runs agent."""
     words = command.split(" -- ")[-1].split()
     module = words[words.index("-m") + 1]
     return f"stages.{words[-1]}" if module == "stages.ranks" else module

@@ -12,9 +12,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from hamlet.artifacts import atomic_path, read_json, write_json
-from hamlet.learning.population import Everyone, Selves
 from hamlet.learning.rollout import Record, evaluate, fused_step
-from hamlet.modules.contracts import UNCERTAINTY_REASONS, TownShape
+from hamlet.modules.contracts import UNCERTAINTY_REASONS
 from hamlet.params import Params
 from hamlet.serving.agent import STATE, Arrays, OnnxAgent
 from hamlet.town import Scripted, Town, render_png, save_gif
@@ -22,10 +21,9 @@ from stages import paths
 from stages.collect import make_town
 from stages.common import cores, prepare_torch, progress, stage
 from stages.meanwhile import meanwhile
-from stages.policy import make_mind
 from stages.report import write_report
 
-EVALUATION_SEED, REINFORCED_SEED = 5, 6  # added to the seed: worlds that no other stage plays
+EVALUATION_SEED = 5  # added to the seed: worlds that no other stage plays
 BASELINES = (
     "random", "rest", "expert_sightings", "expert_searching", "expert_watching", "expert",
 )  # fmt: skip
@@ -241,33 +239,6 @@ def scripted_lives(params: Params) -> Callable[[], dict[str, Any]]:
     return meanwhile(played, params)
 
 
-def reinforced(params: Params) -> dict[str, float]:
-    """What reinforcement learning added: the mean return of the agents that the policy stage
-    trained, and of those that they were when imitation ended, in the same worlds; the difference
-    and half of its 95 % interval."""
-    town, worlds = make_town(params, held_out=True), params.evaluate.worlds
-    shape = TownShape.of(town)
-    mind, blank, _ = make_mind(params, town)
-    policy: Any = mind.policy
-    weights = torch.load(paths.POLICY / "weights.pt", weights_only=True)
-    seat = Selves(mind, shape, blank, 0, shape.num_agents, imagines=True)
-    seed = params.seed + REINFORCED_SEED
-    town.eval(worlds)
-    returns = []
-    for which, name in (("imitated", "after imitation"), ("policy", "after reinforcement")):
-        policy.load_state_dict(weights[which])
-        lived = live(town, Everyone(seat), seat.start(worlds), worlds, seed, name)
-        returns.append(lived["returns"].mean(1))
-    imitated, trained = returns
-    gain = trained - imitated
-    return {
-        "imitated_return": imitated.mean().item(),
-        "reinforced_return": trained.mean().item(),
-        "reinforcement_gain": gain.mean().item(),
-        "reinforcement_gain_ci95": 1.96 * gain.std().item() / len(gain) ** 0.5,
-    }
-
-
 def main() -> None:
     with stage("evaluate") as s:
         others = scripted_lives(s.params)
@@ -287,12 +258,11 @@ def main() -> None:
         )
         shown = progress(frames[: params.gif_ticks], "evaluate: the episode's picture")
         save_gif([render_png(town, frame, 0) for frame in shown], paths.EPISODE)
-        added = reinforced(s.params)
         told = others()
         noticed = {"novel_fraction": novel_share(of_agent), **told["noticed"]}
         lives = {**told["lives"], "agent": of_agent}
         by_world = {name: lived["returns"].mean(1) for name, lived in lives.items()}
-        numbers = {"agent_sha256": agent.card["sha256"], **scores(lives, seed), **added, **noticed}
+        numbers = {"agent_sha256": agent.card["sha256"], **scores(lives, seed), **noticed}
         write_json(paths.metrics("evaluate"), numbers)
         write_json(paths.metrics("score"), {name: numbers[name] for name in SCORE})
         s.run.metrics(

@@ -96,7 +96,7 @@ def keep_policy(
     made_on: Mapping[str, str] | None = None,
 ) -> None:
     """Freeze the four questions to D in `folder`, each in its file, and keep what can learn on,
-    and what imitation left before reinforcement, which `stages.evaluate` compares.
+    and what imitation left before reinforcement, which `stages.reinforced` compares.
 
     `cards` are those of A, B and C; `made_on` the facts of `Stage.made_on`.
     """

@@ -1,5 +1,7 @@
 """population: the agent goes on learning among strangers; the best of its selves is kept.
 
+First of all the policy is compared with what it was when imitation ended (`stages.reinforced`).
+
 Round by round a new member starts from the last one and learns by PPO in worlds that it shares with
 scripted characters and with frozen past selves. The characters evolve, a generation a round, by how
 they fare beside the newest member. In the end all members meet in pairs, and among the characters
@@ -7,17 +9,20 @@ of training; who does best there on the average is the winner, of whom the agent
 member, the policy as it came, if nobody is better. Last, it is measured where nothing was chosen:
 one of its kind among held-out characters, on held-out maps.
 
-Without rounds the policy is the winner, and nothing is played.
+Without rounds the policy is the winner.
 """
 
 from __future__ import annotations
 
 import shutil
+from typing import Any
 
 from hamlet.artifacts import atomic_dir, check_card, write_json
 from stages import paths
 from stages.common import stage
 from stages.paths import home
+from stages.reinforced import reinforced
+from stages.society import raised
 
 
 def main() -> None:
@@ -29,11 +34,9 @@ def main() -> None:
         for module in (paths.PERCEPTION, paths.WORLD_MODEL, paths.SOCIAL, paths.SENSE):
             check_card(module)  # what the policy stands on is as it was made
         shutil.copytree(paths.POLICY, home(folder, 0), dirs_exist_ok=True)
-        numbers = {"winner": 0}
+        numbers: dict[str, Any] = reinforced(s.params, s.device) | {"winner": 0}
         if rounds:
-            from stages.society import raised  # imports all that trains a policy
-
-            numbers = raised(s, folder)
+            numbers |= raised(s, folder)
         write_json(paths.metrics("population"), numbers)
         s.run.metrics({k: v for k, v in numbers.items() if isinstance(v, int | float)})
         with atomic_dir(paths.WINNER) as fresh:

@@ -10,7 +10,7 @@ from hamlet.learning.population import Selves, play_alone
 from hamlet.modules.contracts import TownShape
 from hamlet.params import load_params
 from hamlet.town import Town, load_pack
-from stages import evaluate
+from stages import reinforced
 from tests.learning.minds import new_mind
 from tests.test_ranks import ROOT
 
@@ -19,8 +19,8 @@ WORLDS = 5
 
 def test_the_gain_is_paired_and_of_what_the_policy_stage_kept(monkeypatch, tmp_path):
     params = load_params(ROOT / "params.yaml")
-    sized = params.evaluate.model_copy(update={"worlds": WORLDS})
-    params = params.model_copy(update={"evaluate": sized, "seed": 3})
+    sized = params.population.model_copy(update={"worlds": WORLDS})
+    params = params.model_copy(update={"population": sized, "seed": 3})
     pack = load_pack("l4_contention").model_copy(update={"lifespan": 16})
     held_out, mine = Town(pack, num_layouts=8, layout_seed=5), Town(pack, num_layouts=8)
     mind, blank = new_mind(held_out, params.policy)
@@ -31,17 +31,19 @@ def test_the_gain_is_paired_and_of_what_the_policy_stage_kept(monkeypatch, tmp_p
             bias[held_out.action_names.index(action)] = 8
         kept[name] = weights_of(mind.policy)
     torch.save(kept, tmp_path / "weights.pt")
-    monkeypatch.setattr(evaluate.paths, "POLICY", tmp_path)
+    monkeypatch.setattr(reinforced.paths, "POLICY", tmp_path)
     towns = {True: held_out, False: mine}
-    monkeypatch.setattr(evaluate, "make_town", lambda params, held_out=False: towns[held_out])
-    monkeypatch.setattr(evaluate, "make_mind", lambda *_: (mind, blank, []))
-    told = evaluate.reinforced(params)
+    monkeypatch.setattr(
+        reinforced, "make_town", lambda params, held_out=False, **_: towns[held_out]
+    )
+    monkeypatch.setattr(reinforced, "make_mind", lambda *_: (mind, blank, []))
+    told = reinforced.reinforced(params, torch.device("cpu"))
 
     seat = Selves(mind, TownShape.of(held_out), blank, 0, held_out.num_agents, imagines=True)
     returns = []
     for name in ("imitated", "policy"):
         mind.policy.load_state_dict(kept[name])
-        returns.append(play_alone(held_out, seat, WORLDS, 3 + evaluate.REINFORCED_SEED).mean(1))
+        returns.append(play_alone(held_out, seat, WORLDS, 3 + reinforced.JUDGED_SEED).mean(1))
     before, after = returns
     gain = after - before
     assert gain.std() > 0.01

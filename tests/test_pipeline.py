@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from copied_repo import Repo, pip_of, warm
 
@@ -152,6 +153,13 @@ def test_a_param_reruns_its_stage_and_what_depends_on_it(copy):
 
 def test_the_best_member_of_a_population_becomes_the_agent(copy):
     before = hashes(copy)
+    weights = torch.load(copy.artifacts / "policy/weights.pt", weights_only=True)
+    left = [weights[by]["goal_prior.sharpness"] for by in ("imitated", "policy")]
+    assert left[0] != left[1]  # reinforcement moved what imitation left
+    measured = json.loads((copy.artifacts / "metrics/population.json").read_text())
+    assert measured["reinforced_return"] - measured["imitated_return"] == pytest.approx(
+        measured["reinforcement_gain"]
+    )
     assert before["winner/act.pt2"] == before["policy/act.pt2"]  # no rounds, no population
     copy.set("population", "rounds", 1)
     done = copy.stage("population")

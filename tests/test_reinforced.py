@@ -24,6 +24,8 @@ def test_the_gain_is_paired_and_of_what_the_policy_stage_kept(monkeypatch, tmp_p
     pack = load_pack("l4_contention").model_copy(update={"lifespan": 16})
     held_out, mine = Town(pack, num_layouts=8, layout_seed=5), Town(pack, num_layouts=8)
     mind, blank = new_mind(held_out, params.policy)
+    imagined, imagine = [], mind.imagine
+    monkeypatch.setattr(mind, "imagine", lambda *asked: imagined.append(1) or imagine(*asked))
     kept = {}
     for name, action in (("imitated", "WAIT"), ("policy", "INTERACT"), ("critic", "UP")):
         with torch.no_grad():  # each does little but one thing
@@ -38,6 +40,7 @@ def test_the_gain_is_paired_and_of_what_the_policy_stage_kept(monkeypatch, tmp_p
     )
     monkeypatch.setattr(reinforced, "make_mind", lambda *_: (mind, blank, []))
     told = reinforced.reinforced(params, torch.device("cpu"))
+    assert imagined
 
     seat = Selves(mind, TownShape.of(held_out), blank, 0, held_out.num_agents, imagines=True)
     returns = []

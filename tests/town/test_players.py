@@ -248,6 +248,28 @@ def test_what_is_watched_is_what_acting_sees(name):
     assert acting["seen"].float().mean() > 0.12  # more than one look
 
 
+def test_what_is_known_is_the_view_so_far_in_this_life():
+    """Cell by cell, on a map that is not square, past the end of a life."""
+    content = copy.deepcopy(BASE) | {"name": "oblong", "width": 9, "height": 6, "lifespan": 7}
+    town = Town(build_pack(content, "oblong.yaml"), num_layouts=4)
+    players, state = Scripted(town, ["expert_searching"]), town.reset(3, 3)
+    memory = players.reset(state)
+    known = torch.zeros(3, town.num_agents, 6, 9, dtype=torch.bool)
+    for turn in range(10):
+        memory = players.watch(state, memory)
+        if state["tick"][0] == 0:
+            assert turn in (0, 7)
+            known[:] = False
+        for world in range(3):
+            for agent, (x, y) in enumerate(state["position"][world].tolist()):
+                left, top = max(0, x - town.vision), max(0, y - town.vision)
+                known[world, agent, top : y + town.vision + 1, left : x + town.vision + 1] = True
+        assert torch.equal(memory["seen"], known.flatten(2)), turn
+        state = town.step_and_reset_core(state, players.act(state, memory)[0])
+    assert known.any()
+    assert not known.all()
+
+
 def test_foresight_zero_is_the_player_without_it():
     """Rows without foresight act the same bits whether or not another row of the table has it."""
     town = Town(load_pack("l4_contention"), num_layouts=16)

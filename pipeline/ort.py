@@ -15,19 +15,19 @@ from typing import Any
 from hamlet.artifacts import HamletError, check_card, how_to_make, in_one_line
 
 # Distributions that all install the same `onnxruntime` package, over one another.
-_BUILD = re.compile(r"^(onnxruntime|ort)(-(gpu|nightly|nightly-gpu|directml|openvino|qnn|rocm))?$")
+_VARIANTS = ("", "-gpu", "-nightly", "-nightly-gpu", "-directml", "-openvino", "-qnn", "-rocm")
+_BUILDS = [name + variant for name in ("onnxruntime", "ort") for variant in _VARIANTS]
 # What ONNX Runtime says of a graph that only a newer one understands.
 _TOO_OLD = re.compile(r"NOT_IMPLEMENTED|Failed to find kernel|IR version|opset|is not a registered")
 
 
 def installed_runtimes() -> dict[str, str]:
-    """Installed distributions of ONNX Runtime: name -> version."""
-    found = {}
-    for distribution in distributions():
-        name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()
-        if _BUILD.match(name):
-            found[name] = distribution.version
-    return dict(sorted(found.items()))
+    """Installed distributions of ONNX Runtime: name -> version.
+
+    Asked for by name: to read what all others say of themselves takes a tenth of a second.
+    """
+    found = {name: list(distributions(name=name)) for name in _BUILDS}
+    return {name: some[-1].version for name, some in sorted(found.items()) if some}
 
 
 def check_runtime() -> tuple[str, str]:

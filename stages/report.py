@@ -66,7 +66,7 @@ def society(found: Mapping[str, Any]) -> list[str]:
     head = " | ".join(f"beside member {k}" for k in members)
     lines = [
         "",
-        "## population",
+        "### matches",
         "",
         f"| | {head} | beside characters | rating |",
         "| --- | --- | --- |" + " --- |" * len(members),

@@ -126,6 +126,12 @@ def test_two_runtimes_together_are_named_with_the_command_that_mends_it(tmp_path
     assert "-m pip install --no-deps onnxruntime" in said
 
 
+def test_builds_by_other_names_are_found(tmp_path):
+    names = ["ort-nightly-gpu", "onnxruntime-openvino", "onnxruntime-rocm"]
+    said = in_environment(tmp_path, *names)
+    assert all(f"{name} 1.19.0" in said for name in names)
+
+
 def test_a_runtime_that_lost_its_files_is_named(tmp_path):
     (tmp_path / "onnxruntime").mkdir()
     (tmp_path / "onnxruntime" / "__init__.py").write_text("")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -12,8 +14,8 @@ from hamlet.params import load_params
 from hamlet.town import Town, load_pack
 from stages import reinforced
 from tests.learning.minds import new_mind
-from tests.test_ranks import ROOT
 
+ROOT = Path(__file__).parents[1]
 WORLDS = 5
 
 

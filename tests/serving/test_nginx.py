@@ -137,10 +137,11 @@ def test_a_websocket_and_a_grpc_stream_through_it(place, tmp_path):
 
 def test_our_client_stays_with_its_server(place, tmp_path):
     servers, port, _ = place
-    seen, expected = lives(tmp_path / "gru.onnx", TICKS, 8)
-    for life in range(8):
+    seen, expected = lives(tmp_path / "gru.onnx", TICKS, LIVES)
+    for life in range(LIVES):
         with Agent(f"http://127.0.0.1:{port}") as agent:
             assert [agent.act({"obs": row}) for row in seen[:, life]] == expected[:, life].tolist()
     opened = [server.metric("hamlet_sessions_opened_total") for server in servers]
-    assert sum(opened) == 8
+    assert sum(opened) == LIVES
+    # The names of its lives are random: all 24 with one server is one run in a million.
     assert min(opened) > 0

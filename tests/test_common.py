@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from copied_repo import warm
 
 pytest.importorskip("torch")
 
@@ -46,7 +47,13 @@ with one_line_errors("perception"):
 """
 
 # These tests are not about MLflow: a stage also runs where it is not installed.
-NO_MLFLOW = "import sys, hamlet.tracking as t; t.RETRY_SECONDS = 0; sys.modules['mlflow'] = None"
+NO_MLFLOW = """
+import sys, hamlet.tracking as t
+t.RETRY_SECONDS = 0
+for name in ("mlflow", *sys.modules):
+    if name.split(".")[0] == "mlflow":
+        sys.modules[name] = None
+"""
 
 
 def environment() -> dict[str, str]:
@@ -55,10 +62,13 @@ def environment() -> dict[str, str]:
 
 
 def start(body, cwd, template=STAGE, **kwargs):
+    """A process; of a whole `STAGE`, which imports PyTorch, a fork of one that has it imported."""
     code = NO_MLFLOW + template.format(body=body.replace("\n", "\n    "))
     defaults = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = [sys.executable, "-c", code]
-    return subprocess.Popen(command, cwd=cwd, env=environment(), **{**defaults, **kwargs})
+    python, env = sys.executable, environment()
+    if template is STAGE:
+        python, env = "python", warm(env)
+    return subprocess.Popen([python, "-c", code], cwd=cwd, env=env, **{**defaults, **kwargs})
 
 
 def finish(body, cwd, template=STAGE):

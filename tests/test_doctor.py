@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from copied_repo import warm
 from onnx import TensorProto, helper
 
 from hamlet import doctor, tracking
@@ -47,7 +48,7 @@ def repo(tmp_path, monkeypatch):
 
 
 def dvc(*command: str) -> None:
-    subprocess.run([sys.executable, "-m", "dvc", *command, "-q"], check=True)
+    subprocess.run(["dvc", *command, "-q"], env=warm(dict(os.environ)), check=True)
 
 
 def test_this_installation_is_healthy(repo):

@@ -58,6 +58,21 @@ def find_headers() -> None:
         setattr(CppBuilder, name, staticmethod(lambda: (".gch", "-o")))
 
 
+def with_room(function: Callable) -> Callable:
+    """The function, with room for the frames of all that it calls.
+
+    CPython keeps frames in chunks of 16 kB. Where a loop calls across the end of one, every call
+    asks the system for memory and gives it back: a million times in one compilation, which is an
+    eighth of its time. A frame that is large begins a chunk of 1 MB. To call it takes 11 us.
+    """
+
+    def call(*inputs: Any) -> Any:
+        return function(*inputs)
+
+    call.__code__ = call.__code__.replace(co_stacksize=65_000)  # words
+    return call
+
+
 def compiled(function: Callable, fixed: bool = False) -> Callable:
     """Compile a function of a world's state.
 
@@ -88,7 +103,17 @@ def compiled(function: Callable, fixed: bool = False) -> Callable:
     apart.__code__ = apart.__code__.replace()
     # CUDA's GRU is known for fixed sizes only, and a CUDA graph has only one.
     dynamic = False if gpu else None
-    return torch.compile(apart, fullgraph=True, dynamic=dynamic, options=options)
+    made = torch.compile(apart, fullgraph=True, dynamic=dynamic, options=options)
+    first = True
+
+    def call(*inputs: Any) -> Any:
+        nonlocal first
+        if first:
+            first = False
+            return with_room(made)(*inputs)
+        return made(*inputs)
+
+    return call
 
 
 def compiled_or_plain(function: Callable) -> Callable:

@@ -110,6 +110,7 @@ def ray_tune(workers: int, folder: Path) -> Iterator[Engine]:
         results = tune.Tuner(
             tune.with_resources(member, {"cpu": 1}),
             param_space={"turn": tune.grid_search(list(range(len(turns))))},
+            tune_config=tune.TuneConfig(reuse_actors=True),  # to import PyTorch takes seconds
             run_config=tune.RunConfig(
                 name=f"generation-{turns[0].generation}",
                 storage_path=str(folder.absolute()),

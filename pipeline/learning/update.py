@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hamlet.artifacts import HamletError, in_one_line
 from hamlet.learning import distributed
-from hamlet.learning.compiling import inductor_options
+from hamlet.learning.compiling import inductor_options, with_room
 from hamlet.learning.precision import Precision, autocast
 from hamlet.learning.sharded import is_shared, part_of, whole
 from hamlet.profiling import region
@@ -149,7 +149,7 @@ class Update:
         self.optimizer.zero_grad(set_to_none=True)
         if self._first and self.compile_active:
             try:
-                loss, diagnostics = self._backward(batch)
+                loss, diagnostics = with_room(self._backward)(batch)
             except Exception as error:
                 reason = in_one_line(error)
                 warnings.warn(

@@ -14,7 +14,7 @@ from torch import nn
 
 from hamlet.artifacts import HamletError
 from hamlet.learning import update as update_module
-from hamlet.learning.compiling import inductor_options
+from hamlet.learning.compiling import inductor_options, with_room
 from hamlet.learning.precision import DTYPES, autocast, set_precision
 from hamlet.learning.update import Update, fused_adam, to_device
 
@@ -364,3 +364,25 @@ def test_what_is_not_a_number_stops_training_before_the_weights_are_touched(wron
     with pytest.raises(HamletError, match=f"not a finite number: {told}: look for nan"):
         update(x, y * torch.nan if wrong == "loss" else y)
     assert torch.equal(weights(model), before)
+
+
+def test_calls_below_what_has_room_take_no_memory_from_the_system():
+    resource = pytest.importorskip("resource")
+
+    def leaf():
+        pass
+
+    leaf.__code__ = leaf.__code__.replace(co_stacksize=100)  # more than a frame of what calls it
+
+    def new_pages(deep):
+        """Of 200 calls from so many frames further down: the end of a chunk is met at some."""
+        if deep:
+            return new_pages(deep - 1)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(200):
+            leaf()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    assert max(map(new_pages, range(250))) >= 200  # what is mended
+    assert with_room(lambda: max(map(new_pages, range(250))))() < 100
+    assert with_room(lambda *inputs: inputs)(1, "two") == (1, "two")

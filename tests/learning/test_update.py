@@ -14,7 +14,7 @@ from torch import nn
 
 from hamlet.artifacts import HamletError
 from hamlet.learning import update as update_module
-from hamlet.learning.compiling import inductor_options, with_room
+from hamlet.learning.compiling import compiled, inductor_options, with_room
 from hamlet.learning.precision import DTYPES, autocast, set_precision
 from hamlet.learning.update import Update, fused_adam, to_device
 
@@ -366,23 +366,46 @@ def test_what_is_not_a_number_stops_training_before_the_weights_are_touched(wron
     assert torch.equal(weights(model), before)
 
 
-def test_calls_below_what_has_room_take_no_memory_from_the_system():
+def leaf():
+    pass
+
+
+leaf.__code__ = leaf.__code__.replace(co_stacksize=100)  # more than a frame of what calls it
+
+
+def new_pages(deep):
+    """Of 200 calls from so many frames further down."""
     resource = pytest.importorskip("resource")
+    if deep:
+        return new_pages(deep - 1)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(200):
+        leaf()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-    def leaf():
-        pass
 
-    leaf.__code__ = leaf.__code__.replace(co_stacksize=100)  # more than a frame of what calls it
+def cramped():
+    """Whether calls take memory from the system: the end of a chunk of frames is met somewhere."""
+    return max(map(new_pages, range(250))) >= 200
 
-    def new_pages(deep):
-        """Of 200 calls from so many frames further down: the end of a chunk is met at some."""
-        if deep:
-            return new_pages(deep - 1)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        for _ in range(200):
-            leaf()
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-    assert max(map(new_pages, range(250))) >= 200  # what is mended
-    assert with_room(lambda: max(map(new_pages, range(250))))() < 100
+def test_calls_below_what_has_room_take_no_memory_from_the_system():
+    assert cramped()  # what is mended
+    assert not with_room(cramped)()
     assert with_room(lambda *inputs: inputs)(1, "two") == (1, "two")
+
+
+def test_what_compiles_has_room_and_later_calls_do_not_pay_for_it(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    step = compiled(cramped)
+    assert [step(), step()] == [False, True]
+    found, weight = [], nn.Parameter(torch.ones(()))
+
+    def loss(x):
+        found.append(cramped())
+        return (weight * x).sum(), {}
+
+    update = Update(loss, [weight], learning_rate=0.1, compile=True)
+    for _ in range(2):
+        update(torch.ones(2))
+    assert found == [False, True]

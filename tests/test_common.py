@@ -61,18 +61,17 @@ def environment() -> dict[str, str]:
     return keep | {"PYTHONPATH": str(ROOT)}
 
 
-def start(body, cwd, template=STAGE, **kwargs):
-    """A process; of a whole `STAGE`, which imports PyTorch, a fork of one that has it imported."""
+def start(body, cwd, template=STAGE, python=sys.executable, env=None, **kwargs):
     code = NO_MLFLOW + template.format(body=body.replace("\n", "\n    "))
     defaults = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    python, env = sys.executable, environment()
-    if template is STAGE:
-        python, env = "python", warm(env)
-    return subprocess.Popen([python, "-c", code], cwd=cwd, env=env, **{**defaults, **kwargs})
+    command, env = [python, "-c", code], env or environment()
+    return subprocess.Popen(command, cwd=cwd, env=env, **{**defaults, **kwargs})
 
 
 def finish(body, cwd, template=STAGE):
-    process = start(body, cwd, template)
+    """Of a whole stage, which imports PyTorch, a fork of a process that has it imported."""
+    forked = ("python", warm(environment())) if template is STAGE else ()
+    process = start(body, cwd, template, *forked)
     out, err = process.communicate(timeout=60)
     err = [line for line in err.splitlines() if not line.startswith("warning: sqlite")]
     return process.returncode, out, err

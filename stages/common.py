@@ -217,6 +217,7 @@ def one_line_errors(
     """
     if not gc.isenabled():  # since `stages` began to be imported
         gc.freeze()
+        gc.set_threshold(20_000)  # objects; by 700 a compilation looks for garbage a tenth of it
         gc.enable()
     with _signals_interrupt():
         try:

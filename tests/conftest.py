@@ -55,6 +55,7 @@ def pytest_collection_finish() -> None:
     """What was imported is never garbage: to look through it again and again was a quarter of the
     time that collecting takes, and goes on while tests run."""
     gc.freeze()
+    gc.set_threshold(20_000)  # as in a stage
     gc.enable()
 
 

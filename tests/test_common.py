@@ -280,7 +280,9 @@ def test_a_large_tensor_is_not_given_back_to_the_system():
     assert borrowed["kept"] == 0
 
 
-@pytest.mark.parametrize(("argument", "expected"), [("-m", "False True"), ("-c", "True True")])
+@pytest.mark.parametrize(
+    ("argument", "expected"), [("-m", "False True 20000"), ("-c", "True True 700")]
+)
 def test_garbage_is_looked_for_when_what_a_stage_needs_is_imported(argument, expected):
     body = f"""
 import gc, sys
@@ -289,7 +291,7 @@ import stages
 print(gc.isenabled())
 from stages.common import one_line_errors
 with one_line_errors("perception"):
-    print(gc.isenabled())
+    print(gc.isenabled(), gc.get_threshold()[0])
 """
     done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, check=True)
     assert done.stdout.split() == expected.split()

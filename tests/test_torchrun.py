@@ -32,7 +32,8 @@ UPDATES = {  # at least 20 of every stage; the policy and the prover take more
 }
 # As `torchrun ... -m stages.X`, but every step is saved, so that there is something to resume from.
 EAGER = """
-import runpy, sys
+import gc, runpy, sys
+gc.disable()  # while PyTorch is imported, as `python -m stages.X` does
 from hamlet.learning.checkpoint import Checkpoint
 Checkpoint.__init__.__defaults__ = (0.0,)
 runpy.run_module(f"stages.{sys.argv.pop(1)}", run_name="__main__")

@@ -38,7 +38,7 @@ def forks() -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "tensordict"])
+    context.set_forkserver_preload(["hamlet.learning.preloaded"])
     return context
 
 

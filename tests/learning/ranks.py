@@ -16,6 +16,7 @@ from torch import multiprocessing
 from hamlet.learning.distributed import process_group
 
 PRELOADED = [
+    "hamlet.learning.preloaded",
     "hamlet.learning.train_policy",
     "hamlet.learning.train_world_model",
     "torch.distributed.fsdp",

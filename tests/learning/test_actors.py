@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from hamlet.artifacts import HamletError
-from hamlet.learning.actors import Actors, Cast
+from hamlet.learning.actors import Actors, Cast, forks
 from hamlet.learning.learner import Learner, packed
 from hamlet.learning.train_policy import train_policy
 from hamlet.modules.contracts import TownShape
@@ -83,6 +84,19 @@ def test_two_actors_make_the_training_of_one_process_and_end_with_it(tmp_path):
     kept = "resource_tracker", "forkserver"  # of multiprocessing, until this process ends
     assert not [c for c in left if c.ppid() != os.getpid()], "an actor, a fork of the server"
     assert not [c for c in left if not any(name in " ".join(c.cmdline()) for name in kept)]
+
+
+def kept_by_a_fork() -> None:
+    """Ends with 0 where what was imported before is no garbage, and new garbage is looked for."""
+    sys.exit(not (gc.get_freeze_count() > 100_000 and gc.isenabled()))
+
+
+@pytest.mark.slow
+def test_a_fork_does_not_look_through_what_it_shares():
+    process = forks().Process(target=kept_by_a_fork)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 @pytest.mark.slow

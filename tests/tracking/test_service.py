@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ import psutil
 import pytest
 from tracked import ROOT, children_of, parent_of
 
-from hamlet.tracking import identity
+from hamlet.tracking import identity, service
 
 DVC = """
 import os, subprocess, sys
@@ -203,3 +204,21 @@ def test_it_ends_with_a_dvc_that_is_killed(here, dvc):
     time.sleep(1.0)
     assert services(here), "a stage of it has yet to say how it went"
     assert none_left(here)
+
+
+def test_garbage_is_looked_for_after_mlflow_is_imported_and_not_meanwhile(monkeypatch):
+    def here() -> None:
+        seen.append(gc.isenabled())
+        if len(seen) == 2:
+            raise OSError("MLflow is missing")
+
+    seen: list[bool] = []
+    monkeypatch.setattr(service, "Here", here)
+    before = gc.get_freeze_count()
+    service.imported()
+    assert gc.get_freeze_count() > before
+    assert gc.isenabled()
+    with pytest.raises(OSError, match="missing"):
+        service.imported()
+    assert gc.isenabled()
+    assert seen == [False, False]

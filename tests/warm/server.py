@@ -26,6 +26,7 @@ import socket
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import ModuleType
@@ -256,6 +257,9 @@ if __name__ == "__main__":
     assert threading.active_count() == 1, threading.enumerate()
     gc.collect()
     gc.freeze()
+    for end in weakref.finalize._registry.values():  # type: ignore[attr-defined]
+        end.atexit = False  # a fork that ends need not take PyTorch's operators apart
+    gc.set_threshold(20_000)  # as in a stage
     gc.enable()
     serve(sys.argv[1], RUN)
     shutil.rmtree(os.path.dirname(sys.argv[1]))

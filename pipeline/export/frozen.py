@@ -8,9 +8,12 @@ from __future__ import annotations
 import copy
 import io
 import logging
+import typing
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -133,6 +136,25 @@ class quiet:
         logging.getLogger("torch").setLevel(self.level)
 
 
+@cache
+def spare_work() -> None:
+    """Let PyTorch ask each of its classes once what types its fields have.
+
+    `torch.export.load` asks anew for every entry of a file, which is a third of what it takes.
+    """
+    from torch._export.serde import serialize
+
+    def hints(cls: type, globalns: dict[str, Any]) -> dict[str, Any]:
+        if cls not in known:
+            known[cls] = typing.get_type_hints(cls, globalns)
+        return known[cls]
+
+    known: dict[type, dict[str, Any]] = {}
+    if getattr(serialize, "typing", None) is typing:  # else it finds them in another way
+        told = {**vars(typing), "get_type_hints": hints}
+        setattr(serialize, "typing", SimpleNamespace(**told))  # noqa: B010
+
+
 def load_frozen(
     path: Path, pack: str | None = None, device: str | torch.device = "cpu"
 ) -> tuple[Frozen, dict[str, Any]]:
@@ -150,6 +172,7 @@ def load_frozen(
         HamletError: file or card missing, hash or pack different, not readable.
     """
     card = check_card(path, expect_pack=pack)
+    spare_work()
     try:
         with quiet():
             program = torch.export.load(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import typing
 
 import pytest
 import torch
@@ -129,6 +130,15 @@ def test_what_was_frozen_can_be_exported_once_more(shape, tmp_path):
         again = torch.export.export(Flat(frozen), inputs, strict=False).module()
         for ours, theirs in zip(again(*inputs), frozen(*inputs), strict=True):
             assert torch.equal(ours, theirs)
+
+
+def test_a_second_file_asks_no_class_for_its_types_again(shape, tmp_path, monkeypatch):
+    write("social", shape, tmp_path / "m.pt2")
+    load_frozen(tmp_path / "m.pt2")
+    asked, ask = [], typing.get_type_hints
+    monkeypatch.setattr(typing, "get_type_hints", lambda *a, **k: asked.append(a) or ask(*a, **k))
+    load_frozen(tmp_path / "m.pt2")
+    assert not asked
 
 
 def test_parity_tells_another_module_apart(shape, tmp_path):

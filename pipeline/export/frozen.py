@@ -126,14 +126,17 @@ class Frozen(nn.Module):
 
 
 class quiet:
-    """Silence torch.export's informational logging inside the block."""
+    """Inside the block torch.export tells nothing, and does not keep who called every operation."""
 
     def __enter__(self) -> None:
         self.level = logging.getLogger("torch").level
+        self.traceless = torch.fx.config.do_not_emit_stack_traces
         logging.getLogger("torch").setLevel(logging.ERROR)
+        torch.fx.config.do_not_emit_stack_traces = True
 
     def __exit__(self, *_: object) -> None:
         logging.getLogger("torch").setLevel(self.level)
+        torch.fx.config.do_not_emit_stack_traces = self.traceless
 
 
 @cache

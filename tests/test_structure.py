@@ -80,6 +80,9 @@ BORROWED: dict[tuple[str, str], str] = {
     ("_dynamo", "pipeline/export/onnx.py"): (
         "PyTorch documents the settings of tracing under this private name only"
     ),
+    ("_export", "pipeline/export/frozen.py"): (
+        "PyTorch has no public way to have a file's classes asked for their types once"
+    ),
     ("_inductor", "benchmarks/kernels.py"): LOWERED,
     ("_inductor", "pipeline/learning/compiling.py"): HEADERS,
     ("_inductor", "tests/learning/test_update.py"): HEADERS,
@@ -99,6 +102,7 @@ BORROWED: dict[tuple[str, str], str] = {
     ("_exit", "tests/conftest.py"): "os._exit is public: nothing is left to be freed by hand",
     ("_exit", "tests/warm/server.py"): "os._exit is public: a fork must not end as its parent does",
     ("_shutdown", "tests/warm/server.py"): "what Python does at its end, done in a fork",
+    ("_registry", "tests/warm/server.py"): "what PyTorch would have Python do at its end, left out",
     ("_run_exitfuncs", "tests/warm/server.py"): "what Python does at its end, done in a fork",
     ("_get_registry_client", "pipeline/serving/source.py"): ENGINE,
     ("_start_asgi_task", "pipeline/serving/connection.py"): (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hamlet.artifacts import HamletError
-from hamlet.export.frozen import Flat, freeze, load_frozen, prove_parity
+from hamlet.export.frozen import Flat, freeze, load_frozen, prove_parity, quiet
 from hamlet.modules.contracts import LOOK
 from hamlet.modules.perception import Perception
 from hamlet.modules.policy import Policy, PolicyAct, PolicyEnded, PolicyPrior, PolicyWeigh
@@ -139,6 +139,19 @@ def test_a_second_file_asks_no_class_for_its_types_again(shape, tmp_path, monkey
     monkeypatch.setattr(typing, "get_type_hints", lambda *a, **k: asked.append(a) or ask(*a, **k))
     load_frozen(tmp_path / "m.pt2")
     assert not asked
+
+
+def test_an_export_keeps_nobodys_stack_and_what_comes_after_it_does():
+    module, inputs = torch.nn.Linear(3, 2), (torch.zeros(4, 3),)
+
+    def stacks() -> list[str]:
+        nodes = torch.export.export(module, inputs, strict=False).graph.nodes
+        return [node.stack_trace for node in nodes if node.stack_trace]
+
+    with pytest.raises(KeyError), quiet():
+        assert not stacks()
+        raise KeyError
+    assert stacks()
 
 
 def test_parity_tells_another_module_apart(shape, tmp_path):

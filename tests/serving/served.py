@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,17 +145,23 @@ def action_of(response: bytes) -> tuple[int, str]:
     return int(np.frombuffer(body[end:], np.int64)[0]), head["model_version"]
 
 
+@cache
+def raw_session(path: Path, written: int) -> Any:
+    """A file by onnxruntime and nothing else; opened once for as long as it is not written anew."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
 def lives_by_raw_onnxruntime(
     path: Path, batches: list[list[dict[str, np.ndarray]]], seeds: list[int]
 ) -> np.ndarray:
     """int64 [T, S]: the actions of S lives, seeing `batches[t][s]`, by onnxruntime and nothing else
     (as the README does it)."""
-    import onnxruntime
-
     card = json.loads(path.with_name(path.name + ".json").read_text())
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    session = raw_session(path, path.stat().st_mtime_ns)
     names = [o.name for o in session.get_outputs()]
     state = {
         e["name"]: np.zeros((len(seeds), *e["shape"][1:]), e["dtype"])

@@ -1,4 +1,4 @@
-"""What is measured here runs as in a stage: so garbage is looked for as seldom (`stages.common`)."""
+"""What is measured here looks for garbage as seldom as a stage does (`stages.common`)."""
 
 import gc
 

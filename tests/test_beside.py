@@ -106,7 +106,8 @@ class Repo:
             }
             for name, (command, rest) in ((n, s.split("|")) for n, s in stages.items())
         }
-        (folder / "dvc.yaml").write_text(yaml.safe_dump({"stages": made}))
+        whole = yaml.safe_dump({"stages": made}, width=1_000)  # a command stays one line
+        (folder / "dvc.yaml").write_text(whole)
         self.run("git", "init", "-q")
         self.run(sys.executable, "-m", "dvc", "init", "-q")
         config = "[core]\nanalytics = false\ncheck_update = false\n"  # each a process of its own

@@ -236,7 +236,7 @@ class Service:
                 what, about = connection.recv()
                 try:
                     with self._making:
-                        self._here = self._here or imported()
+                        self._here = self._here or import_mlflow()
                     done = _do(self._here, what, about, beat)
                 except Exception as error:  # whatever MLflow, SQLite or the disk say
                     connection.send(("failed", store.in_plain_words(error)))
@@ -244,7 +244,7 @@ class Service:
                     connection.send(("done", done))
 
 
-def imported() -> Here:
+def import_mlflow() -> Here:
     """MLflow is no garbage: to look for some while it is imported takes a fifth longer."""
     gc.disable()
     try:

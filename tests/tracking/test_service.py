@@ -215,10 +215,10 @@ def test_garbage_is_looked_for_after_mlflow_is_imported_and_not_meanwhile(monkey
     seen: list[bool] = []
     monkeypatch.setattr(service, "Here", here)
     before = gc.get_freeze_count()
-    service.imported()
+    service.import_mlflow()
     assert gc.get_freeze_count() > before
     assert gc.isenabled()
     with pytest.raises(OSError, match="missing"):
-        service.imported()
+        service.import_mlflow()
     assert gc.isenabled()
     assert seen == [False, False]

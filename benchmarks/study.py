@@ -41,7 +41,6 @@ from hamlet.learning.rollout import evaluate, fused_step
 from hamlet.learning.train_policy import train_policy
 from hamlet.modules.agent import AgentState, Mind
 from hamlet.modules.contracts import (
-    LOOK,
     Features,
     ImaginedFuture,
     RawObservation,
@@ -135,7 +134,7 @@ class Flat(Policy):
         there = (-4 * cells.square().sum(0, True)).exp()
         facts = torch.cat([cells, self.offset_spread(f), there, self.posted_hours(f)])
         facts = (facts * attended[..., : facts.shape[-1]]).sum(-1).movedim(0, -1)
-        look = f.mean[..., self.places : self.places + LOOK - 1]
+        look = self.way(f)
         look = look * look.new_tensor([self.shape.width, self.shape.height])
         offset = facts[..., :2] + attended[..., self.exploring, None] * look
         target = torch.cat([offset.clamp(-4, 4) / 4, facts[..., 2:]], -1)

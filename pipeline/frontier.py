@@ -7,12 +7,17 @@ from torch import Tensor
 
 from hamlet.moving import constant
 
+LOOKED_AT = 1 / 16
+"""What an unseen cell counts, for who scouts, that somebody else was seen to look at: what is worth
+a visit there will be shown by its use. A power of two: sums are exact."""
+
 
 def where_to_look(unseen: Tensor, position: Tensor, vision: int) -> Tensor:
     """The cell from which most would be seen for the first time per step to it.
 
     Args:
-        unseen: float [., H, W] 1 where a cell was never seen, else 0.
+        unseen: float [., H, W] 1 where a cell was never seen, LOOKED_AT where somebody else was
+            seen to look at it, 0 where it was seen.
         position: int64 [., 2] column and row of the agent.
         vision: cells seen to each side.
 

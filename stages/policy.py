@@ -217,9 +217,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         keep_policy(policy, trained, shape, s.params, cards, paths.POLICY, made_on)
         log.write(paths.curve("policy"))
         imagined = menu_error(policy.prospects.menu.t().cpu(), menu(town.pack))
-        s.run.metrics({"menu_error": imagined})
+        found = {"menu_error": imagined, **trained.tried}
+        s.run.metrics(found)
         tail = log.rows[-1] if log.rows else {}
-        numbers = {k: v for k, v in tail.items() if k != "step"} | {"menu_error": imagined}
+        numbers = {k: v for k, v in tail.items() if k != "step"} | found
         write_json(paths.metrics("policy"), numbers)
 
 

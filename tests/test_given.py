@@ -172,7 +172,7 @@ def test_a_variant_is_trained_as_it_says(monkeypatch, tmp_path):
 
     def train_policy(town, shape, mind, blank, sizes, options, seed, file, log, given=None, **more):
         told[variant].append((town, sizes, mind, given, file))
-        return Trained(critic, {})
+        return Trained(critic, {}, {})
 
     monkeypatch.setattr("benchmarks.study.make_mind", make_mind)
     monkeypatch.setattr("benchmarks.study.train_policy", train_policy)

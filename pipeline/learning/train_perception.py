@@ -204,7 +204,7 @@ def evaluate_perception(
         add("map_unseen_accuracy", decoded == truth, unseen)
         add("map_unseen_accuracy_prior", truth == 0, unseen)
         if module.shape.num_others and module.shape.telling_cues:
-            heard = (memory > module.shape.num_cell_codes) & alive[-1].unsqueeze(-1)
+            heard = (memory > module.looked_at) & alive[-1].unsqueeze(-1)
             add("map_heard_accuracy", decoded == truth, heard)
         blank = torch.zeros_like(memory)
         now = module.update_map(obs.view[-1], obs.self_state[-1], blank)

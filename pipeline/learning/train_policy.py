@@ -61,6 +61,7 @@ from hamlet.learning.policy_losses import IMITATING, JUDGING, THINKING, VALUING,
 from hamlet.learning.precision import Precision, best_precision
 from hamlet.learning.returns import gae
 from hamlet.learning.rollout import Record, Step, collect, fused_step, learn
+from hamlet.learning.trials import WORLDS, try_scouting
 from hamlet.learning.update import Apart, Update
 from hamlet.modules.agent import AgentState, Mind
 from hamlet.modules.contracts import TownShape
@@ -70,6 +71,7 @@ from hamlet.params import CompileParams, PolicyParams
 from hamlet.profiling import region
 from hamlet.town import Scripted, Town
 
+TRIAL_SEED = 7  # added to the seed: lives that no other stage plays
 REACHED = 0.95
 WARM_UP = 10
 LED = 0.6
@@ -125,10 +127,12 @@ class Trained(NamedTuple):
     Attributes:
         critic: that was trained beside it.
         imitated: the policy's weights at the end of imitation, before reinforcement.
+        tried: what whole lives said of scouting (`trials.try_scouting`); {} where nobody tried.
     """
 
     critic: Critic
     imitated: dict[str, Tensor]
+    tried: dict[str, float]
 
 
 class Updates(NamedTuple):
@@ -416,7 +420,7 @@ def train_policy(
     parts = {"policy": policy, "critic": critic, "rng": rng, **updates._asdict()}
     saved = Checkpoint(checkpoint, parts)
     start, extra = saved.load()
-    imitated = extra.get("imitated") or weights_of(policy)
+    imitated, tried = extra.get("imitated") or weights_of(policy), extra.get("tried", {})
     if start:
         rollouts.load(extra)
         if older:
@@ -445,10 +449,14 @@ def train_policy(
             log.record(iteration, metrics | told | {"mean_return": rollouts.count(buffer)})
             if iteration + 1 == params.imitation_iterations:
                 imitated = weights_of(policy)
-            kept = {"scores": rollouts.scores, "imitated": imitated}
+                # Among others only, whom one can watch and who learn the same.
+                if shape.num_others and not co_players:
+                    pairs = min(params.worlds, WORLDS)
+                    tried = try_scouting(town, shape, mind, first, pairs, seed + TRIAL_SEED)
+            kept = {"scores": rollouts.scores, "imitated": imitated, "tried": tried}
             kept |= older.state() if older else {}
             saved.save(iteration + 1, kept, rollouts.state())
-    return Trained(critic, imitated)
+    return Trained(critic, imitated, tried)
 
 
 def episode_scores(buffer: RolloutBuffer, score: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -31,8 +31,11 @@ PROGRESS = 10
 """Ticks of use that are told apart."""
 PLACE_STD_MIN = 0.02
 """Deviation, in map sizes, of a place that is known: a sixth of a cell on an 8x8 map."""
-LOOK = 3
-"""Dimensions of the belief that say where to look for what was not seen yet."""
+WAY = 2
+"""Dimensions of a way on the map."""
+LOOK = 2 * WAY + 1
+"""Dimensions of the belief that say where to look for what was not seen yet: the way of who looks
+around, the way of who scouts, and how much is left to be seen."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,8 @@ class BeliefDistribution(NamedTuple):
     mean: Tensor
     """float32 [., D] Gaussian mean. The first 2F numbers are the believed offset (dx, dy) of each
     affordance from the agent, in units of the map's size; then the offset of the cell from which
-    most could be newly seen, and the share of the map never seen; the rest is the latent."""
+    most could be newly seen, that of the cell from which most could be seen that nobody was seen to
+    look at, and the share of the map never seen; the rest is the latent."""
     log_std: Tensor
     """float32 [., D] logarithm of the standard deviation, same units: large = not known."""
     known_state: Tensor
@@ -158,8 +162,9 @@ class BeliefDistribution(NamedTuple):
     social_cues: Tensor
     """float32 [., M, C]."""
     recurrent_state: Tensor
-    """float32 [., R] hidden state, then one number per cell: 0 nothing known, else its code + 1, or
-    V + the rank, from 1, among `telling_cues` of the one that somebody showed there."""
+    """float32 [., R] hidden state, then one number per cell: 0 nothing known; its code + 1 where it
+    was seen; V + 1 where somebody else was seen to have it in view; and V + 1 + the rank, from 1,
+    among `telling_cues` of the one that somebody showed there."""
 
 
 class ImaginedFuture(NamedTuple):

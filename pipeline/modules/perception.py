@@ -1,9 +1,10 @@
 """Module A: from what is sensed in one tick to what is believed.
 
 Two memories feed the belief. A map memory keeps the code of every cell that was ever in view and,
-of cells out of view, the cue by which somebody showed that there is a place; a learned table turns
+of cells out of view, the cue by which somebody showed that there is a place, or else that somebody
+was seen to have it in view; a learned table turns
 it into a distribution over cells for each affordance, whose moments are the first 2F dimensions of
-the Gaussian belief; from it also follows where most is left to be seen, the next three. A GRU over
+the Gaussian belief; from it also follows where most is left to be seen, the next LOOK. A GRU over
 the encoded view (CNN) and the agent's own state and public cues (MLP) gives the rest, the latent.
 """
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hamlet.frontier import cell_at, where_to_look
+from hamlet.frontier import LOOKED_AT, cell_at, where_to_look
 from hamlet.modules.contracts import (
     LOOK,
     OFFSET_UNIT,
@@ -46,6 +47,8 @@ class Perception(nn.Module):
     powers_mask: Tensor
     telling_code: Tensor
     corner: Tensor
+    rows_seen: Tensor
+    columns_seen: Tensor
     view_cell: Tensor
     view_source: Tensor
     map_at: Tensor
@@ -64,7 +67,8 @@ class Perception(nn.Module):
         self.gru = nn.GRUCell(96 + 64, hidden)
         self.to_latent = nn.Linear(hidden, 2 * latent)
         # Log-odds that a cell with this remembered code (0 = nothing known) holds each affordance.
-        codes = 1 + shape.num_cell_codes + len(shape.telling_cues)
+        self.looked_at = shape.num_cell_codes + 1
+        codes = 1 + self.looked_at + len(shape.telling_cues)
         self.location_table = nn.Embedding(codes, shape.num_affordances)
         nn.init.zeros_(self.location_table.weight)
         cells = torch.arange(shape.num_cells)
@@ -74,10 +78,15 @@ class Perception(nn.Module):
             self.register_buffer(f"powers_{name}", value, persistent=False)
         code = torch.zeros(c)  # in the map memory, of each cue that tells of a place
         for rank, cue in enumerate(shape.telling_cues):
-            code[cue] = shape.num_cell_codes + 1 + rank
+            code[cue] = self.looked_at + 1 + rank
         self.register_buffer("telling_code", code, persistent=False)
         size = torch.tensor([shape.width, shape.height])
         self.register_buffer("corner", size - 1, persistent=False)
+        # Of somebody in each row the rows that it sees, and so of the columns.
+        for name, length in (("rows_seen", shape.height), ("columns_seen", shape.width)):
+            each = torch.arange(length)
+            near = (each.unsqueeze(1) - each).abs() <= shape.vision
+            self.register_buffer(name, near.float(), persistent=False)
         # Of an agent in each cell: where each cell of its view lies on the map, and the cell of the
         # view that is written there. For one beyond the map's edge that is its own, once more.
         column, row = x.unsqueeze(1) + view_x, y.unsqueeze(1) + view_y
@@ -120,6 +129,25 @@ class Perception(nn.Module):
         seen = view.flatten(1).to(memory.dtype) + 1
         cell, source = self.view_cell.index_select(0, at), self.view_source.index_select(0, at)
         return memory.scatter(1, cell, seen.gather(1, source))
+
+    def update_map_from_looks(
+        self, self_state: Tensor, visible: Tensor, others_offset: Tensor, memory: Tensor
+    ) -> Tensor:
+        """Write into the map memory which cells, of which nothing is known, the others see.
+
+        Args:
+            self_state: float32 [., K]; visible: bool [., M]; others_offset: float32 [., M, 2];
+            memory: float32 [., cells].
+        """
+        if not self.shape.num_others:
+            return memory
+        away = (others_offset * OFFSET_UNIT).round().long()
+        column, row = (self.position(self_state).unsqueeze(1) + away).unbind(-1)
+        rows = F.embedding(row.clamp(0, self.shape.height - 1), self.rows_seen)
+        columns = F.embedding(column.clamp(0, self.shape.width - 1), self.columns_seen)
+        rows = rows * visible.unsqueeze(-1).to(rows.dtype)
+        seen = (rows.transpose(1, 2) @ columns).flatten(1)  # whole numbers: exact
+        return torch.where((memory == 0) & (seen > 0), float(self.looked_at), memory)
 
     def update_map_from_cues(
         self, self_state: Tensor, cues: Tensor, others_offset: Tensor, memory: Tensor
@@ -171,6 +199,7 @@ class Perception(nn.Module):
         """Perceive one tick; fields as in `RawObservation`, [., R] state in and out."""
         hidden, memory = recurrent_state.split([self.hidden, self.shape.num_cells], dim=1)
         memory = self.update_map(view, self_state, memory)
+        memory = self.update_map_from_looks(self_state, visible, others_offset, memory)
         memory = self.update_map_from_cues(self_state, cues, others_offset, memory)
         hidden = self.gru(
             self.encode(view, occupancy, self_state, cues, visible, others_offset), hidden
@@ -211,14 +240,18 @@ class Perception(nn.Module):
         return mean, log_std.clamp(LOG_STD_MIN, LOG_STD_MAX)
 
     def look(self, memory: Tensor, self_state: Tensor) -> Tensor:
-        """float32 [., LOOK] the way to where most can be newly seen, in map sizes, and the share of
-        the map of which nothing is known."""
-        unseen = (memory == 0).to(memory.dtype)
-        cells = unseen.unflatten(1, (self.shape.height, self.shape.width))
-        best = where_to_look(cells, self.position(self_state), self.shape.vision)
+        """float32 [., LOOK] the ways to where most can be newly seen, and to where most can be that
+        nobody was seen to look at, in map sizes; and the share of the map that was neither seen nor
+        told of."""
+        unknown, looked_at = ((memory == code).to(memory.dtype) for code in (0, self.looked_at))
+        unseen = unknown + looked_at
+        both = torch.stack([unseen, unknown + LOOKED_AT * looked_at], 1)
+        cells = both.unflatten(2, (self.shape.height, self.shape.width))
+        position = self.position(self_state).unsqueeze(1).expand(-1, 2, -1)
+        best = where_to_look(cells, position, self.shape.vision)
         here = self.map_at.index_select(0, self.cell_of(self_state))
-        way = self.map_at.index_select(0, best) - here
-        return torch.cat([way, unseen.mean(1, True)], 1)
+        ways = self.map_at.index_select(0, best.flatten()).unflatten(0, best.shape)
+        return torch.cat([(ways - here.unsqueeze(1)).flatten(1), unseen.mean(1, True)], 1)
 
     def sequence(
         self, obs: RawObservation, first: Tensor, recurrent_state: Tensor, ticks: Tensor
@@ -242,6 +275,9 @@ class Perception(nn.Module):
         for t in range(len(first)):
             going = ~first[t].unsqueeze(-1)
             memory = self.update_map(obs.view[t], obs.self_state[t], memory * going)
+            memory = self.update_map_from_looks(
+                obs.self_state[t], obs.visible[t], obs.others_offset[t], memory
+            )
             memory = self.update_map_from_cues(
                 obs.self_state[t], obs.cues[t], obs.others_offset[t], memory
             )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hamlet.modules.contracts import LEADS, LOOK, STEPS, Features, TownShape
+from hamlet.modules.contracts import LEADS, STEPS, WAY, Features, TownShape
 from hamlet.moving import columns, constant, one_hot
 
 LOGIT_CAP = 15.0
@@ -52,6 +52,9 @@ class Policy(nn.Module):
     urgent_under: Tensor
     steps: Tensor
     low_money_biases: Tensor
+    scouts: Tensor
+    """bool [], or [., 1] while it is tried: whether it explores where nobody whom it saw has
+    looked. Its teacher does not; `learning.trials` finds out whether it pays."""
     apart = True
     """Whether goals are chosen without the controller: then either can be learned by itself."""
 
@@ -73,7 +76,7 @@ class Policy(nn.Module):
         self.exploring = shape.goal_names.index("explore")
         self.age = shape.self_names.index("age")
         self.progress = shape.self_names.index("progress")
-        base = belief_dim + self.places + shape.self_dim + shape.num_goals
+        base = belief_dim - WAY + self.places + shape.self_dim + shape.num_goals
         elsewhere = shape.num_goals - shape.num_affordances
         self.goal_prior = GoalScores(
             base + elsewhere, shape.num_affordances, shape.num_goals, width
@@ -103,6 +106,7 @@ class Policy(nn.Module):
         low_money_biases = EARNING * (goal_targets[:, self.money] > 0)
         low_money_biases[shape.goal_names.index("rest")] = IDLING
         self.register_buffer("low_money_biases", low_money_biases, persistent=False)
+        self.register_buffer("scouts", torch.tensor(False))
         for name, column in zip(POSTED, timetable.unbind(-1), strict=True):
             self.register_buffer(name, column.contiguous())
 
@@ -110,7 +114,18 @@ class Policy(nn.Module):
         return constant((self.shape.width, self.shape.height), like.dtype, like.device)
 
     def own_facts(self, f: Features) -> list[Tensor]:
-        return [f.mean, f.log_std, f.known_state, f.rivals]
+        before, _, _, after = self._around_ways(f)
+        return [before, self.way(f), after, f.log_std, f.known_state, f.rivals]
+
+    def _around_ways(self, f: Features) -> list[Tensor]:
+        """The belief before its two ways to look, these, and what is after them."""
+        rest = f.mean.shape[-1] - self.places - 2 * WAY
+        return list(f.mean.split([self.places, WAY, WAY, rest], -1))
+
+    def way(self, f: Features) -> Tensor:
+        """float32 [., WAY] the one of the two that is taken, in map sizes."""
+        _, looking, scouting, _ = self._around_ways(f)
+        return torch.where(self.scouts, scouting, looking)
 
     # Facts of the places lie with the kind first and the places innermost: sums over a first axis
     # are the same wherever in the batch a row stands, and compiled code is as wide as the last one.
@@ -152,7 +167,7 @@ class Policy(nn.Module):
         there = (-4 * offsets.square().sum(0)).exp()
         doubt = (spread.amax(0) - DOUBT).clamp(0.0, 1.0)
         sure = 1 - doubt
-        look = f.mean[..., self.places : self.places + LOOK - 1]
+        look = self.way(f)
         search = (look * self.map_size(look)).abs().sum(-1, True)
         walk = steps * sure + (search + self.prospects.search) * doubt
         count = self.shape.num_affordances
@@ -222,7 +237,7 @@ class Policy(nn.Module):
         # Of the place that is pursued; zero if the goal is no place.
         here = torch.cat(facts) * chosen[..., : self.shape.num_affordances]
         offset, spread, hours = here.sum(-1).movedim(0, -1).split([2, 2, 3], -1)
-        look = f.mean[..., self.places : self.places + LOOK - 1]
+        look = self.way(f)
         look = look * self.map_size(look)
         explores = (goal == self.exploring).unsqueeze(-1)
         offset = torch.where(explores, look, offset)

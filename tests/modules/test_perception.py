@@ -62,14 +62,68 @@ def test_the_belief_tells_where_to_look(town, shape):
     told = belief.mean[:, 2 * shape.num_affordances :][:, :LOOK]
     assert torch.equal(told, module.look(belief.recurrent_state[:, 16:], obs.self_state))
     size = torch.tensor([shape.width, shape.height])
-    way = told[:, :2] * size
-    torch.testing.assert_close(way, way.round(), rtol=0, atol=1e-5)  # whole cells
-    spot = way.round().long() + module.position(obs.self_state)
     memory = belief.recurrent_state[:, 16:].unflatten(1, (shape.height, shape.width))
-    for row, (column, line), share in zip(memory, spot.tolist(), told[:, 2].tolist(), strict=True):
-        near = row[max(0, line - 2) : line + 3, max(0, column - 2) : column + 3]
-        assert (near == 0).any()  # something new is to be seen from there
-        assert share == pytest.approx((row == 0).float().mean().item())
+    unknown = (memory == 0) | (memory == module.looked_at)
+    torch.testing.assert_close(told[:, -1], unknown.float().mean((1, 2)))
+    for way, new in ((told[:, :2], unknown), (told[:, 2:4], memory == 0)):
+        cells = way * size
+        torch.testing.assert_close(cells, cells.round(), rtol=0, atol=1e-5)  # whole cells
+        spot = cells.round().long() + module.position(obs.self_state)
+        for row, (column, line) in zip(new, spot.tolist(), strict=True):
+            near = row[max(0, line - 2) : line + 3, max(0, column - 2) : column + 3]
+            assert near.any()  # something new is to be seen from there
+
+
+def test_who_scouts_goes_where_nobody_has_looked_and_else_where_somebody_has():
+    shape = TownShape.of(Town(load_pack("l7_scarce"), num_layouts=8))
+    module = Perception(shape, hidden=16, latent=4)
+    memory = torch.ones(2, shape.height, shape.width)  # all is seen, and the agent in the corner
+    memory[:, 5:10, 0:5] = module.looked_at  # near by, another has this in view
+    memory[0, 0:5, 11:16] = 0  # far off lies this, of which nobody knows
+    told = module.look(memory.flatten(1), torch.zeros(2, shape.self_dim))
+    cells = (told[:, :4] * shape.width).round().long().unflatten(1, (2, 2)).tolist()
+    # The one way of each, then the other: right and down.
+    (near, far), (nearest, last) = cells
+    assert near == nearest == last
+    assert near[0] <= 2
+    assert 3 <= near[1] <= 7
+    assert far[0] >= 9
+    assert far[1] <= 4
+    assert told[:, -1].tolist() == [50 / 256, 25 / 256]
+
+
+def test_cells_that_others_have_in_view_are_remembered_where_nothing_else_is_known():
+    town = Town(load_pack("l7_scarce"), num_layouts=8)
+    shape = TownShape.of(town)
+    module = Perception(shape, hidden=16, latent=4)
+    players, world = Scripted(town, ["expert"]), town.reset(9, 4)
+    lives = players.reset(world)
+    memory = torch.zeros(4 * shape.num_agents, shape.num_cells)
+    cell = torch.arange(shape.num_cells)
+    column, row = cell % shape.width, cell // shape.width
+    watched = torch.zeros(4, shape.num_agents, shape.num_cells, dtype=torch.bool)
+    for _ in range(25):
+        obs = observation_from(town.observe(world), 2)
+        own = module.update_map(obs.view, obs.self_state, memory)
+        looked = module.update_map_from_looks(obs.self_state, obs.visible, obs.others_offset, own)
+        memory = module.update_map_from_cues(obs.self_state, obs.cues, obs.others_offset, looked)
+        x, y = (v.long().unsqueeze(-1) for v in world["position"].unbind(-1))
+        sees = ((column - x).abs() <= town.vision) & ((row - y).abs() <= town.vision)
+        apart = (x - x.mT).abs().maximum((y - y.mT).abs())
+        near = (apart <= town.pack.cue_distance) & world["alive"].unsqueeze(1)
+        near &= ~torch.eye(shape.num_agents, dtype=torch.bool)
+        watched |= (near.unsqueeze(-1) & sees.unsqueeze(1)).any(2)
+        known = own > 0
+        assert torch.equal(looked[known], own[known])
+        assert torch.equal(
+            looked == module.looked_at,
+            watched.flatten(0, 1) & ((own == 0) | (own == module.looked_at)),
+        )
+        # Who shows that he uses a place tells more than who looks.
+        assert not ((memory != looked) & (memory <= module.looked_at)).any()
+        actions, _, lives = players.act(world, lives)
+        world = town.step_core(world, actions)
+    assert 0.2 < (memory == module.looked_at).float().mean() < 0.8
 
 
 @pytest.mark.parametrize("where", [-4.0, 6.3, 1e30, float("inf")])
@@ -128,8 +182,8 @@ def test_a_place_out_of_view_is_heard_of_from_whoever_shows_that_he_uses_it():
     truth = torch.zeros(memory.shape, dtype=torch.int64)
     cells = town.affordance_cells[world["layout"]].repeat_interleave(shape.num_agents, 0)
     truth.scatter_(1, cells, torch.arange(1, shape.num_affordances + 1).expand(len(cells), -1))
-    row, cell = (memory > shape.num_cell_codes).nonzero().unbind(1)
-    rank = memory[row, cell].long() - shape.num_cell_codes - 1
+    row, cell = (memory > module.looked_at).nonzero().unbind(1)
+    rank = memory[row, cell].long() - module.looked_at - 1
     heard = [shape.affordance_names[place - 1] for place in truth[row, cell].tolist()]
     assert [names[r] for r in rank.tolist()] == [f"uses_{place}" for place in heard]
 
@@ -143,7 +197,19 @@ def test_what_is_shown_beside_the_map_is_not_heard(shape, offset):
     nothing = torch.zeros(2, shape.num_cells)
     assert not module.update_map_from_cues(own, cues, others, nothing).any()
     here = module.update_map_from_cues(own, cues, torch.zeros_like(others), nothing)
-    assert (here > shape.num_cell_codes).sum(1).tolist() == [1, 1]
+    assert (here > module.looked_at).sum(1).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("offset", [-9.0, 9.0, 1e30, float("inf"), float("nan")])
+def test_who_is_said_to_be_beside_the_map_is_taken_to_be_on_it(shape, offset):
+    module = Perception(shape, hidden=16, latent=4)
+    own = torch.full((2, shape.self_dim), 0.5)
+    others = torch.full((2, shape.num_others, 2), offset)
+    seen = torch.ones(2, shape.num_others, dtype=torch.bool)
+    nothing = torch.zeros(2, shape.num_cells)
+    memory = module.update_map_from_looks(own, seen, others, nothing)
+    assert set(memory.unique().tolist()) <= {0.0, float(module.looked_at)}
+    assert torch.equal(module.update_map_from_looks(own, ~seen, others, nothing), nothing)
 
 
 def test_a_table_that_knows_gives_the_place_exactly(shape):

@@ -21,6 +21,7 @@ from benchmarks.study import HELD_OUT_WORLDS, Seated
 from benchmarks.study_players import Everyone
 from hamlet.artifacts import HamletError
 from hamlet.learning.train_policy import train_policy
+from hamlet.learning.trials import WORLDS, worlds_lived
 from hamlet.modules.contracts import TownShape
 from hamlet.params import Params
 from hamlet.town import Town
@@ -101,7 +102,7 @@ class JudgedLog:
     ) -> None:  # fmt: skip
         self.judged, self.before, self.each = judged, before, each
         self.meter, self.points = meter, points
-        self.began = 0.0
+        self.began, self.steps_done = 0.0, before
 
     def steps(self, total: int, start: int) -> Iterable[int]:
         self.chosen = chosen(total)
@@ -113,10 +114,15 @@ class JudgedLog:
             return
         self.meter.seconds += spent() - self.began
         drawn = torch.get_rng_state()
-        steps = self.before + (step + 1) * self.each
-        self.points(point(steps, self.meter.seconds, self.judged()))
+        self.steps_done = self.before + (step + 1) * self.each
+        self.points(point(self.steps_done, self.meter.seconds, self.judged()))
         torch.set_rng_state(drawn)
         self.began = spent()
+
+    def end(self, ticks: int) -> None:
+        """The training is over, after so many agents' ticks more: of lives that were tried."""
+        self.meter.seconds += spent() - self.began
+        self.points(point(self.steps_done + ticks, self.meter.seconds, self.judged()))
 
 
 def run_stage(name: str, folder: Path) -> None:
@@ -169,3 +175,5 @@ def ours(params: Params, judge: Judge, meter: Meter, add: Callable[[dict[str, An
             town, shape, mind, blank, sizes, params.compile, params.seed,
             folder / "checkpoint.pt", log,
         )  # fmt: skip
+        lived = worlds_lived(min(sizes.worlds, WORLDS), town.lifespan)
+        log.end(lived * town.lifespan * shape.num_agents)

@@ -302,6 +302,9 @@ def trained(params: Params, variant: str, seed: int, town: Town, folder: Path) -
             town, shape, mind, blank, left_alone(sizes, REINFORCED[variant]), compiling, seed,
             folder / "alone.pt", Shown(f"{variant}, seed {seed}: alone"), done.critic,
         )  # fmt: skip
+    if variant == "imitated":
+        left: Any = mind.policy
+        left.load_state_dict(done.imitated)
     draws = variant in ("random_goals", "flat")
     return lambda where: (Everyone(where, shape, mind, draws, blank), blank(HELD_OUT_WORLDS))
 

@@ -31,6 +31,7 @@ VARIANTS = {
     "random_goals": "goals drawn at random",
     "flat": "no goals: actions chosen at once",
     "alone": "learned while all others rested",
+    "imitated": "imitation only: no lives are tried, no PPO",
     "reinforced": "then much PPO without the teacher, each for itself",
     "reinforced_long": "the same in rollouts of 96 ticks, not 8",
     "reinforced_sharing": "the same, for the mean reward of all",

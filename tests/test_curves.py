@@ -25,7 +25,6 @@ from benchmarks.curves_report import (
 )
 from benchmarks.curves_rivals import LENGTHS, Length, rivals_points
 from hamlet.artifacts import HamletError, write_json
-from hamlet.modules.contracts import TownShape
 from hamlet.params import load_params
 from hamlet.town import Town, load_pack
 
@@ -230,6 +229,7 @@ def test_ours_is_counted_from_the_first_recorded_tick_to_the_last_of_the_policy(
         for step in log.steps(4, 0):
             watch.now += 2
             log.record(step, {})
+        watch.now += 3  # lives are tried
 
     def make_mind(params, town):
         watch.now += 5
@@ -247,11 +247,15 @@ def test_ours_is_counted_from_the_first_recorded_tick_to_the_last_of_the_policy(
     ours(PARAMS, judge, Meter(), points.append)
     assert ran == ["world", *STAGES]
     assert {"collect", "perception", "freeze_perception", "world_model", "social"} == set(STAGES)
-    assert [p["cpu_seconds"] for p in points] == [55 + 2 * n for n in (1, 2, 3, 4)]
-    sizes, agents = PARAMS.policy, TownShape.of(Town(load_pack(PARAMS.town.pack))).num_agents
-    recorded = collected(PARAMS, agents)
-    each = sizes.worlds * sizes.rollout * agents
-    assert [p["steps"] for p in points] == [recorded + n * each for n in (1, 2, 3, 4)]
+    assert [p["cpu_seconds"] for p in points] == [57, 59, 61, 63, 66]
+    sizes, town = PARAMS.policy, Town(load_pack(PARAMS.town.pack))
+    recorded = collected(PARAMS, town.num_agents)
+    each = sizes.worlds * sizes.rollout * town.num_agents
+    assert sizes.worlds == 8  # and a quarter of them, for each of three ways of the second habit
+    lives = (8 + 8 + 3 * 2) * town.lifespan * town.num_agents
+    assert [p["steps"] for p in points] == [
+        recorded + each * n + lives * more for n, more in ((1, 0), (2, 0), (3, 0), (4, 0), (4, 1))
+    ]
 
 
 def test_recorded_ticks_are_those_of_all_worlds_that_are_recorded():

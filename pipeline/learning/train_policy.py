@@ -1,4 +1,4 @@
-"""Train module D against the frozen A, B and C: imitation of an expert, then PPO or IMPALA.
+"""Train module D against the frozen A, B and C: imitation of an expert, PPO or IMPALA, trials.
 
 In imitation the learner takes over from the expert world by world (DAgger, Ross et al. 2011): the
 expert acts in fewer and fewer of them. It is asked only there, and in the worlds whose
@@ -15,6 +15,9 @@ there is little to gain in the controller that imitation leaves (pursuing the ex
 99 % of the expert's return), and learning from every tick's actions takes as long again. Whether
 it would help or harm is not settled: single trainings with it ended at 420 to 457, without at 454
 and 457.
+
+Last, habits that the teacher has not are tried in whole lives (`hamlet.learning.trials`). It is
+there that an agent comes to surpass its teacher.
 
 IMPALA stands in PPO's place where `params.yaml` says so (see `hamlet.learning.impala`).
 
@@ -61,7 +64,7 @@ from hamlet.learning.policy_losses import IMITATING, JUDGING, THINKING, VALUING,
 from hamlet.learning.precision import Precision, best_precision
 from hamlet.learning.returns import gae
 from hamlet.learning.rollout import Record, Step, collect, fused_step, learn
-from hamlet.learning.trials import WORLDS, try_scouting
+from hamlet.learning.trials import WORLDS, try_habits
 from hamlet.learning.update import Apart, Update
 from hamlet.modules.agent import AgentState, Mind
 from hamlet.modules.contracts import TownShape
@@ -127,7 +130,7 @@ class Trained(NamedTuple):
     Attributes:
         critic: that was trained beside it.
         imitated: the policy's weights at the end of imitation, before reinforcement.
-        tried: what whole lives said of scouting (`trials.try_scouting`); {} where nobody tried.
+        tried: what whole lives said of habits (`trials.try_habits`); {} where nobody tried.
     """
 
     critic: Critic
@@ -420,7 +423,7 @@ def train_policy(
     parts = {"policy": policy, "critic": critic, "rng": rng, **updates._asdict()}
     saved = Checkpoint(checkpoint, parts)
     start, extra = saved.load()
-    imitated, tried = extra.get("imitated") or weights_of(policy), extra.get("tried", {})
+    imitated = extra.get("imitated") or weights_of(policy)
     if start:
         rollouts.load(extra)
         if older:
@@ -449,13 +452,13 @@ def train_policy(
             log.record(iteration, metrics | told | {"mean_return": rollouts.count(buffer)})
             if iteration + 1 == params.imitation_iterations:
                 imitated = weights_of(policy)
-                # Among others only, whom one can watch and who learn the same.
-                if shape.num_others and not co_players:
-                    pairs = min(params.worlds, WORLDS)
-                    tried = try_scouting(town, shape, mind, first, pairs, seed + TRIAL_SEED)
-            kept = {"scores": rollouts.scores, "imitated": imitated, "tried": tried}
+            kept = {"scores": rollouts.scores, "imitated": imitated}
             kept |= older.state() if older else {}
             saved.save(iteration + 1, kept, rollouts.state())
+    tried = {}
+    if params.imitation_iterations and not co_players:  # who has had a teacher, among its like
+        worlds = min(params.worlds, WORLDS)
+        tried = try_habits(town, shape, mind, first, worlds, seed + TRIAL_SEED)
     return Trained(critic, imitated, tried)
 
 

@@ -1,17 +1,18 @@
-"""Reinforcement by whole lives: what the teacher never does is tried, and kept if it pays.
+"""Reinforcement by whole lives: habits that the teacher has not are tried, and kept if they pay.
 
-How an agent looks around is worth much, but shows long after and in no choice of its own: what one
-need not look for, because somebody will show it, is time for all else. PPO, which compares choices
-within a rollout and by what a critic says of what follows, cannot find that out. So the agents live
-whole lives both ways, in the same worlds and with the same random numbers: all agents of a world
-the one way, since what one gains others might lose. A direct policy search (paired comparison with
-common random numbers, Glasserman and Yao 1992) over the one habit there is, `Policy.scouts`.
+Some of what is worth much shows long after, and in no choice of its own: where one looks around, or
+that one need not provide for what comes after one's life. PPO, which compares choices within a
+rollout and by what a critic says of what follows, does not find it out. So the agents live whole
+lives with and without, in the same worlds and with the same random numbers, and all agents of a
+world alike, since what one gains others might lose. A direct policy search, by paired comparison
+with common random numbers (Glasserman and Yao 1992), one habit after the other.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,13 +26,41 @@ from hamlet.profiling import region
 from hamlet.town import Town
 
 WORLDS = 128
-"""Pairs of worlds, at most: they tell a gain of 3 of 190."""
+"""In which who scouts is compared, at most: they tell a gain of 3 of 190."""
 SURE = 1.96
-"""Standard errors by which it must pay."""
+"""Standard errors by which a habit must pay."""
+
+
+class Habit(NamedTuple):
+    """One of `Policy`, which its teacher has not."""
+
+    ways: Tensor
+    """[ways] the ways to have it."""
+    share: float
+    """Of the worlds, in which it is tried: how much it brings differs more or less among them."""
+
+
+def habits(lifespan: int) -> dict[str, Habit]:
+    return {
+        "scouts": Habit(torch.tensor([True]), 1.0),
+        "countdown": Habit(torch.tensor([4 / 12, 5 / 12, 6 / 12]) * lifespan, 0.25),
+    }
+
+
+def worlds_lived(worlds: int, lifespan: int) -> int:
+    """How many lives of a world `try_habits` takes, on one rank."""
+    return worlds + sum(
+        len(ways) * in_part(worlds, share) for ways, share in habits(lifespan).values()
+    )
+
+
+def in_part(worlds: int, share: float) -> int:
+    """A share of the worlds, rounded up, and two at least: there has to be an interval."""
+    return min(worlds, max(2, math.ceil(worlds * share)))
 
 
 @torch.no_grad()
-def try_scouting(
+def try_habits(
     town: Town,
     shape: TownShape,
     mind: Mind,
@@ -39,38 +68,48 @@ def try_scouting(
     worlds: int,
     seed: int,
 ) -> dict[str, float]:
-    """Let the agents of `mind.policy` explore where nobody whom they saw has looked, if that pays.
+    """Give `mind.policy` the habits that pay.
 
     Args:
         first: blank minds of a number of worlds and of agents in each.
-        worlds: pairs of worlds, over all ranks.
+        worlds: in which each way to live is tried, or a share of them, over all ranks.
 
     Returns:
-        `scouting_gain`, by how much the mean return of a world is higher, and half of its 95 %
-        interval, `scouting_gain_ci95`; `scouts` 1.0 if it is kept.
+        each habit as it is now, `scouts` and `countdown`; by how much the mean return of a world is
+        higher with the best of the ways to have it, `scouts_gain`, and half of its 95 % interval,
+        `scouts_gain_ci95`.
     """
     policy: Any = mind.policy
-    pairs = distributed.local_count(worlds, "params.yaml: policy.worlds")
-    scouting = torch.arange(2 * pairs, device=town.device) >= pairs
-    kept = policy.scouts
-    policy.scouts = scouting.repeat_interleave(shape.num_agents).unsqueeze(-1)
-    try:
-        with region("trials"):
-            plain, scouts = lives(town, shape, mind, first, pairs, seed).unflatten(0, (2, pairs))
-    finally:
-        policy.scouts = kept
-    gain = (scouts - plain).double()
+    count = -(-worlds // distributed.ranks())
+    told: dict[str, float] = {}
+    with region("trials"):
+        before = lives(town, shape, mind, first, count, seed, {})[0]
+        for name, (ways, share) in habits(shape.lifespan).items():
+            part = in_part(count, share)
+            tried = lives(town, shape, mind, first, part, seed, {name: ways.to(town.device)})
+            gain, error = (x.tolist() for x in paired(tried, before[:part]))
+            best = max(range(len(ways)), key=lambda way: gain[way])
+            if gain[best] > SURE * error[best]:
+                getattr(policy, name).copy_(ways[best])
+                before = torch.cat([tried[best], before[part:]])
+            told |= {
+                name: float(getattr(policy, name)),
+                f"{name}_gain": gain[best],
+                f"{name}_gain_ci95": SURE * error[best],
+            }
+    return told
+
+
+def paired(tried: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
+    """float64 [ways] each: the mean gain of returns [ways, worlds] over [worlds], and its standard
+    error, over the worlds of all ranks."""
+    gain = (tried - before).double()
     count, total, squares = distributed.all_reduce_sum(
-        torch.full_like(gain.sum(), pairs), gain.sum(), gain.square().sum()
+        torch.full_like(gain[:, 0], gain.shape[1]), gain.sum(1), gain.square().sum(1)
     )
     mean = total / count
-    error = ((squares / count - mean.square()).clamp_min(0) / (count - 1).clamp_min(1)).sqrt()
-    kept.fill_(mean > SURE * error)
-    return {
-        "scouting_gain": mean.item(),
-        "scouting_gain_ci95": SURE * error.item(),
-        "scouts": float(kept),
-    }
+    variance = (squares / count - mean.square()).clamp_min(0)
+    return mean, (variance / (count - 1).clamp_min(1)).sqrt()
 
 
 def lives(
@@ -78,19 +117,31 @@ def lives(
     shape: TownShape,
     mind: Mind,
     first: Callable[[int, int], AgentState],
-    pairs: int,
+    worlds: int,
     seed: int,
+    ways: dict[str, Tensor],
 ) -> Tensor:
-    """float32 [2 * pairs] the mean return of the agents of every world; the worlds of the second
-    half are those of the first once more, and what is random in them is the same."""
+    """float32 [ways, worlds] the mean return of the agents of every world, each of which is lived
+    in by all `ways` to have a habit, [ways], with the same random numbers; by one where there is
+    none. Nobody imagines."""
+    policy: Any = mind.policy
+    kept = {name: getattr(policy, name) for name in ways}
+    many = next((len(values) for values in ways.values()), 1)
+    again = torch.arange(worlds, device=town.device).repeat(many)
     seat = Selves(mind, shape, first, 0, shape.num_agents, imagines=False)
-    twice = torch.arange(pairs, device=town.device).repeat(2)
-    world = town.reset(seed, pairs, distributed.rank() * pairs)[twice]
-    # Those of a pair deliberate at the same ticks.
-    memory = AgentState(*(x[slots_of(twice, shape.num_agents)] for x in seat.start(pairs)))
-    returns = torch.zeros(2 * pairs, device=town.device)
-    for _ in range(town.lifespan):
-        action, memory = seat.act(world, town.observe(world), memory)
-        world = town.step_core(world, action)
-        returns = returns + world["reward"].mean(1)
-    return returns
+    world = town.reset(seed, worlds, distributed.rank() * WORLDS)[again]
+    # Those of one world deliberate at the same ticks, whatever their ways.
+    rows = slots_of(again, shape.num_agents)
+    memory = AgentState(*(x[rows] for x in seat.start(worlds)))
+    returns = torch.zeros(len(again), device=town.device)
+    for name, values in ways.items():
+        setattr(policy, name, values.repeat_interleave(worlds * shape.num_agents).unsqueeze(-1))
+    try:
+        for _ in range(town.lifespan):
+            action, memory = seat.act(world, town.observe(world), memory)
+            world = town.step_core(world, action)
+            returns = returns + world["reward"].mean(1)
+    finally:
+        for name, value in kept.items():
+            setattr(policy, name, value)
+    return returns.unflatten(0, (many, worlds))

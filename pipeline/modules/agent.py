@@ -25,7 +25,7 @@ from hamlet.modules.contracts import (
 from hamlet.profiling import region
 
 IMAGINED_DISCOUNT = 0.97
-SWITCH_MARGIN = 1.0
+SWITCH_MARGIN = 0.5
 """Nats by which another goal must seem likelier than the pursued one to take its place at once."""
 REVIEWED = 4  # imitation asks that at every fourth tick: it costs as much as all else that D does
 MULTIPLIER, MODULUS = 48271, 2**31 - 1

@@ -9,6 +9,7 @@ at once by D1's first thought, without imagination.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +55,11 @@ class Policy(nn.Module):
     low_money_biases: Tensor
     scouts: Tensor
     """bool [], or [., 1] while it is tried: whether it explores where nobody whom it saw has
-    looked. Its teacher does not; `learning.trials` finds out whether it pays."""
+    looked. A habit, which its teacher has not; `learning.trials` finds out whether it pays."""
+    countdown: Tensor
+    """float32 [], or [., 1] while it is tried: ticks before the end of its life from which on the
+    meters that it does not live by are worth the less, the less is left of it; 0 for never. A
+    habit, too."""
     apart = True
     """Whether goals are chosen without the controller: then either can be learned by itself."""
 
@@ -86,7 +91,7 @@ class Policy(nn.Module):
         self.energy = None
         if "energy" in names and (costs or "money" in names):
             self.energy = names.index("energy")
-        self.prospects = Prospects(menu, self.money)
+        self.prospects = Prospects(menu, self.money, self.vital)
         self.controller = mlp(base + shape.num_goals + 8, width, shape.num_actions)
         # How much an imagined advantage speaks for a goal: starts at no influence.
         self.future_weight = mlp(3, 16, 1)
@@ -107,6 +112,7 @@ class Policy(nn.Module):
         low_money_biases[shape.goal_names.index("rest")] = IDLING
         self.register_buffer("low_money_biases", low_money_biases, persistent=False)
         self.register_buffer("scouts", torch.tensor(False))
+        self.register_buffer("countdown", torch.tensor(0.0))
         for name, column in zip(POSTED, timetable.unbind(-1), strict=True):
             self.register_buffer(name, column.contiguous())
 
@@ -176,7 +182,8 @@ class Policy(nn.Module):
         meters = f.known_state[..., : self.num_meters]
         ahead = f.ahead.movedim(-1, 0)
         wait = self.prospects.wait(ahead) * sure
-        rate = self.prospects(meters, walk, progress, wait, pursued, nearer, *posted)
+        counts = self.means_count(f.known_state)
+        rate = self.prospects(meters, walk, progress, wait, pursued, nearer, *posted, counts)
         others = f.rivals[..., :count], ahead[0], wait
         facts = torch.stack(
             [steps, there, *others, pursued, nearer, *posted, rate * sure, rate * doubt]
@@ -185,6 +192,12 @@ class Policy(nn.Module):
         units = (far, 1.0, 1.0, 1.0, 1 / 8, 1.0, 1.0, *HOUR_UNITS, 10.0, 10.0)
         facts = facts * along_first(constant(units, facts.dtype, facts.device), steps)
         return torch.cat([offsets / 4, spread, facts])
+
+    def means_count(self, known_state: Tensor) -> Tensor:
+        """float32 [., 1] what a meter that it does not live by is still worth, as a share."""
+        left = self.shape.lifespan * (1 - known_state[..., self.age : self.age + 1])
+        share = (left / self.countdown.clamp_min(1.0)).clamp(0.0, 1.0)
+        return torch.where(self.countdown > 0, share, 1.0)
 
     def prior_logits(self, f: Features) -> Tensor:
         """float32 [., G] D1's first thought, before imagination."""
@@ -308,12 +321,16 @@ class Prospects(nn.Module):
     menu: Tensor
     """float32 [2N + 1, F], as `Policy` is given it but with the places innermost."""
     paid_in: Tensor
+    is_means: Tensor
+    """float32 [N] one for meters that nobody lives by."""
 
-    def __init__(self, menu: Tensor, money: int) -> None:
+    def __init__(self, menu: Tensor, money: int, vital: Sequence[int]) -> None:
         super().__init__()
         self.money, self.meters = money, menu.shape[1] // 2
         self.register_buffer("menu", menu.t().contiguous())
         self.register_buffer("paid_in", torch.eye(self.meters)[money])
+        is_means = torch.ones(self.meters).index_fill(0, torch.tensor(vital), 0.0)
+        self.register_buffer("is_means", is_means, persistent=False)
         self.worth = nn.Parameter(torch.full((self.meters,), 0.3))
         self.fear = nn.Parameter(torch.ones(self.meters))
         self.comfort = nn.Parameter(torch.full((self.meters,), 0.5))
@@ -337,14 +354,17 @@ class Prospects(nn.Module):
         less = torch.cat([left[:1], left[1:] - left[:-1]])
         return (ahead * along_first(less, ahead[0])).sum(0)
 
-    def gained(self, meters: Tensor, change: Tensor) -> Tensor:
-        """float32 [., F]: what a `change` of `meters`, both [N, ., F], is worth.
+    def gained(self, meters: Tensor, change: Tensor, counts: Tensor) -> Tensor:
+        """float32 [., F]: what a `change` of `meters`, both [N, ., F], is worth, where those that
+        nobody lives by count as much as `counts` float32 [., 1] says.
 
         Worked out from the change, meter by meter: the difference of two values, each some hundred
         times what is gained, would be mostly rounding.
         """
         given = self.worth, self.fear, self.comfort
         worth, fear, comfort = (along_first(x, meters[0]) for x in given)
+        scale = 1 - along_first(self.is_means, meters[0]) * (1 - counts)
+        worth, fear = worth * scale, fear * scale
         short = F.relu(comfort - meters)
         then_short = F.relu(comfort - meters - change)
         return (worth * change + fear * (short - then_short) * (short + then_short)).sum(0)
@@ -360,6 +380,7 @@ class Prospects(nn.Module):
         opens_in: Tensor,
         open_for: Tensor,
         price: Tensor,
+        counts: Tensor,
     ) -> Tensor:
         """float32 [., F].
 
@@ -367,7 +388,7 @@ class Prospects(nn.Module):
             meters: float32 [., N]; of each place float32 [., F]: walk, steps to it; progress, ticks
             of its use that are done; wait, ticks to wait there for others; pursued, 1 where it is
             the goal; nearer, 1 where the last step led to it; opens_in, open_for, price: ticks,
-            ticks, and money per tick, of the timetable now.
+            ticks, and money per tick, of the timetable now. counts: of `gained`.
         """
         n = self.meters
         per_tick, finished = (along_first(x, walk) for x in (self.menu[:n], self.menu[n : 2 * n]))
@@ -383,7 +404,7 @@ class Prospects(nn.Module):
         paid = price * stay * along_first(self.paid_in, walk)
         gain = per_tick * stay + finished * completes - paid
         change = gain.clamp(min=-idle, max=1 - idle)
-        rate = self.gained(idle, change) / (ticks + F.softplus(self.overhead))
+        rate = self.gained(idle, change, counts) / (ticks + F.softplus(self.overhead))
         return rate * (1 + self.habit * pursued + self.heading * nearer)
 
 

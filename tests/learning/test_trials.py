@@ -1,4 +1,5 @@
-"""What whole lives say of a habit: it is kept where it pays, and only there."""
+"""What whole lives say of habits: one is kept where it pays, the best way to have it, and only
+there."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hamlet.learning.trials import lives, try_scouting
+from hamlet.learning import trials
+from hamlet.learning.trials import habits, lives, paired, try_habits, worlds_lived
 from hamlet.modules.contracts import TownShape
 from hamlet.town import Town, load_pack
 from hamlet.town.schema import INTERACT, LEFT, WAIT
@@ -17,24 +19,34 @@ from tests.learning.test_train_policy import TINY
 
 TOWN = Town(load_pack("l7_scarce"), num_layouts=8)
 SHAPE = TownShape.of(TOWN)
+REST = TOWN.action_names.index("REST")
+FIRST, SECOND, THIRD = habits(SHAPE.lifespan)["countdown"].ways.tolist()
 
 
 class Idle:
-    """A mind whose agents wait or, for a price, walk: by their habit of scouting, turned or not."""
+    """A mind whose agents wait or, for a price, walk or use what they stand in: by their habits."""
 
-    def __init__(self, scouting: int, else_: int) -> None:
-        self.scouting, self.otherwise = scouting, else_
-        self.policy = SimpleNamespace(scouts=torch.tensor(False), meta_period=8)
-        self.ticks = 0
+    def __init__(self, actions: dict[tuple[bool, float], int]) -> None:
+        self.actions, self.ticks, self.worlds = actions, 0, 16
+        scouts, countdown = torch.tensor(False), torch.tensor(0.0)
+        self.policy = SimpleNamespace(scouts=scouts, countdown=countdown, meta_period=8)
 
     def sample_step(self, obs: Any, state: Any, slice_: Any, *noise: Any) -> Any:
         assert slice_ is None  # nobody imagines
         self.ticks += 1
-        scouts = self.policy.scouts.squeeze(-1)
-        assert len(scouts) == len(state.clock)
-        clock = state.clock.unflatten(0, (2, -1))
-        assert torch.equal(clock[0], clock[1])  # those of a pair deliberate at the same ticks
-        return torch.where(scouts, self.scouting, self.otherwise), state, {}
+        self.worlds = min(self.worlds, len(state.clock) // SHAPE.num_agents)
+        if self.policy.countdown.shape:  # tried in a quarter of the worlds
+            self.worlds = len(state.clock) // SHAPE.num_agents // 3
+        # Those of one world deliberate at the same ticks, of all the same number.
+        clock = state.clock.view(-1, self.worlds, SHAPE.num_agents)
+        assert (clock == torch.arange(self.worlds).unsqueeze(-1)).all()
+        habits = (self.policy.scouts, self.policy.countdown)
+        assert all(habit.shape in ((), (len(state.clock), 1)) for habit in habits)
+        scouts, countdown = (habit.flatten().expand(len(state.clock)) for habit in habits)
+        action = torch.full_like(state.clock, LEFT)
+        for (scouting, ticks), chosen in self.actions.items():
+            action[(scouts == scouting) & (countdown == ticks)] = chosen
+        return action, state, {}
 
 
 def blank(worlds: int, agents: int = SHAPE.num_agents):
@@ -42,51 +54,100 @@ def blank(worlds: int, agents: int = SHAPE.num_agents):
 
 
 @pytest.mark.parametrize(
-    ("scouting", "otherwise", "kept"),
-    [(WAIT, LEFT, True), (LEFT, WAIT, False), (WAIT, WAIT, False)],
+    ("good", "scouts", "countdown"),
+    [
+        ([], False, 0.0),
+        ([(True, 0.0)], True, 0.0),
+        ([(False, FIRST)], False, FIRST),
+        ([(False, SECOND)], False, SECOND),
+        ([(True, SECOND)], False, 0.0),  # together only: it would have to be found by each
+        ([(True, 0.0), (True, FIRST), (True, SECOND), (True, THIRD)], True, 0.0),  # one is enough
+        ([(False, 0.0)], False, 0.0),  # it has the best there is
+    ],
 )
-def test_what_pays_is_kept_and_nothing_else(scouting, otherwise, kept):
-    mind: Any = Idle(scouting, otherwise)
-    habit = mind.policy.scouts
-    found = try_scouting(TOWN, SHAPE, mind, blank, 8, 3)
-    assert mind.policy.scouts is habit
-    assert habit.shape == ()
-    assert bool(habit) == bool(found["scouts"]) == kept
-    assert mind.ticks == TOWN.lifespan
-    gain, interval = found["scouting_gain"], found["scouting_gain_ci95"]
-    if scouting == otherwise:
-        assert gain == interval == 0.0  # the same lives twice
-    else:
-        assert (gain > interval) == kept
-        assert (gain < -interval) != kept
+def test_what_pays_is_kept_and_nothing_else(good, scouts, countdown):
+    mind: Any = Idle(dict.fromkeys(good, WAIT))
+    kept = mind.policy.scouts, mind.policy.countdown
+    found = try_habits(TOWN, SHAPE, mind, blank, 16, 3)
+    assert (mind.policy.scouts, mind.policy.countdown) == kept  # the same tensors, to be saved
+    assert all(habit.shape == () for habit in kept)
+    assert (bool(kept[0]), float(kept[1])) == (scouts, countdown)
+    assert (bool(found["scouts"]), found["countdown"]) == (scouts, countdown)
+    assert mind.ticks == 3 * TOWN.lifespan
+    assert (found["scouts_gain"] > found["scouts_gain_ci95"]) == scouts
+    assert (found["countdown_gain"] > found["countdown_gain_ci95"]) == (countdown > 0)
 
 
-def test_the_gain_and_its_interval_are_over_pairs_of_worlds():
-    mind: Any = Idle(WAIT, INTERACT)  # that pays where one happens to stand in a place
-    found = try_scouting(TOWN, SHAPE, mind, blank, 16, 3)
-    mind.policy.scouts = torch.zeros(2 * 16 * SHAPE.num_agents, 1, dtype=torch.bool)
-    stayed = lives(TOWN, SHAPE, mind, blank, 16, 3)
-    assert torch.equal(stayed[:16], stayed[16:])
-    mind.policy.scouts = ~mind.policy.scouts
-    waited = lives(TOWN, SHAPE, mind, blank, 16, 3)
-    gain = (waited[:16] - stayed[:16]).double()
-    assert found["scouting_gain"] == pytest.approx(gain.mean().item(), rel=1e-4)
-    error = gain.std().item() / 4
-    assert error > 1e-3
-    assert found["scouting_gain_ci95"] == pytest.approx(1.96 * error, rel=1e-3)
-    mind.policy.scouts = ~mind.policy.scouts
-    assert not torch.equal(lives(TOWN, SHAPE, mind, blank, 16, 4), stayed)
+def test_the_second_habit_is_tried_with_the_first():
+    """Else it would be said to gain what the first one brought."""
+    mind: Any = Idle(
+        {(True, 0.0): WAIT, (True, FIRST): REST, (True, SECOND): WAIT, (True, THIRD): WAIT}
+    )
+    found = try_habits(TOWN, SHAPE, mind, blank, 16, 3)
+    assert found["scouts"] == 1.0
+    assert found["countdown"] == FIRST
+    waited, rested = (
+        lives(TOWN, SHAPE, Idle({(False, 0.0): action}), blank, 16, 3, {})[0]
+        for action in (WAIT, REST)
+    )
+    gain = (rested - waited)[:4]  # a quarter of the worlds is enough
+    assert found["countdown_gain"] == pytest.approx(gain.mean().item(), rel=1e-4)
 
 
-def test_a_habit_is_not_tried_for_good_when_a_life_fails():
-    mind: Any = Idle(WAIT, LEFT)
-    habit = mind.policy.scouts
+def test_gains_and_intervals_are_over_pairs_of_worlds():
+    before, tried = torch.rand(16), torch.rand(3, 16)
+    gain, error = paired(tried, before)
+    differences = (tried - before).double()
+    torch.testing.assert_close(gain, differences.mean(1))
+    torch.testing.assert_close(error, differences.std(1) / 4)
+
+
+def test_lives_are_counted():
+    assert worlds_lived(128, SHAPE.lifespan) == 128 + 128 + 3 * 32
+    assert worlds_lived(8, SHAPE.lifespan) == 8 + 8 + 3 * 2
+    assert worlds_lived(4, SHAPE.lifespan) == 4 + 4 + 3 * 2  # of one there is no interval
+
+
+def test_every_way_is_lived_in_the_same_worlds_with_the_same_luck():
+    mind: Any = Idle({(True, 0.0): INTERACT, (False, 0.0): INTERACT})
+    ways = {"scouts": torch.tensor([True, False])}
+    first, second = lives(TOWN, SHAPE, mind, blank, 16, 3, ways)
+    assert torch.equal(first, second)
+    fewer = lives(TOWN, SHAPE, mind, blank, 4, 3, ways)
+    torch.testing.assert_close(fewer[0], first[:4])
+    assert first.unique().numel() > 2
+    torch.testing.assert_close(first, lives(TOWN, SHAPE, mind, blank, 16, 3, {})[0])
+    assert not torch.equal(first, lives(TOWN, SHAPE, mind, blank, 16, 4, {})[0])
+
+
+def test_a_habit_is_not_kept_when_a_life_is_cut_short():
+    mind: Any = Idle({})
+    kept = mind.policy.scouts
 
     def fails(*_: Any) -> Any:
+        assert mind.policy.scouts.all()
         raise KeyboardInterrupt
 
     mind.sample_step = fails
     with pytest.raises(KeyboardInterrupt):
-        try_scouting(TOWN, SHAPE, mind, blank, 8, 3)
-    assert mind.policy.scouts is habit
-    assert not habit
+        lives(TOWN, SHAPE, mind, blank, 8, 3, {"scouts": torch.tensor([True])})
+    assert mind.policy.scouts is kept
+    assert not kept
+
+
+def test_a_real_mind_lives_by_its_habits():
+    """Both change what it does, and nothing is written to where it is kept."""
+    mind, first = new_mind(TOWN, TINY.policy)
+    policy: Any = mind.policy
+    with torch.no_grad():
+        policy.goal_prior.sharpness.fill_(5.0)
+    before = {name: x.clone() for name, x in policy.state_dict().items()}
+    plain = lives(TOWN, SHAPE, mind, first, 8, 3, {})
+    early = {"scouts": torch.tensor([True]), "countdown": torch.tensor([400.0, 800.0])}
+    assert habits(SHAPE.lifespan).keys() == early.keys()
+    for name, ways in early.items():  # who has learned nothing dies early
+        tried = lives(TOWN, SHAPE, mind, first, 8, 3, {name: ways})
+        assert tried.shape == (len(ways), 8)
+        assert all((way != plain[0]).any() for way in tried), name
+    assert all(torch.equal(x, before[name]) for name, x in policy.state_dict().items())
+    assert trials.WORLDS > 100

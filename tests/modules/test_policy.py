@@ -1,4 +1,4 @@
-"""Module D's readable rule: what a place is worth, worked out by hand."""
+"""Module D's readable rule, what a place is worth, worked out by hand; and how it looks around."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import copy
 import pytest
 import torch
 
+from hamlet.modules.contracts import LEADS, LOOK, Features, TownShape
 from hamlet.modules.policy import Prospects
+from tests.learning.minds import new_mind
+from tests.learning.test_train_policy import TINY
 
 ENERGY, MONEY = 0, 3
 MENU = torch.zeros(2, 17)
@@ -17,7 +20,7 @@ MENU[1, MONEY], MENU[1, 16] = 0.05, 2  # work
 
 @pytest.fixture
 def rule() -> Prospects:
-    rule = Prospects(MENU, MONEY)
+    rule = Prospects(MENU, MONEY, [ENERGY])
     with torch.no_grad():
         for name, value in {
             "worth": 0.0, "fear": 0.0, "drain": 0.0, "overhead": -30.0, "queue": 1.0, "habit": 0.5,
@@ -29,13 +32,15 @@ def rule() -> Prospects:
 
 
 def ask(rule, walk=0.0, until=0.0, left=24.0, price=0.0, progress=0.0, wait=0.0, pursued=0.0,
-        nearer=0.0, money=0.5, energy=0.2):  # fmt: skip
+        nearer=0.0, money=0.5, energy=0.2, counts=1.0):  # fmt: skip
     meters = torch.full((1, 8), 0.5)
     meters[0, ENERGY], meters[0, MONEY] = energy, money
     each = (torch.full((1, 2), float(x)) for x in (walk, progress, wait, pursued, nearer))
     walk, progress, wait, pursued, nearer = each
     posted = (torch.full((1, 2), float(x)) for x in (until, left, price))
-    return rule(meters, walk, progress, wait, pursued, nearer, *posted)[0]
+    return rule(meters, walk, progress, wait, pursued, nearer, *posted, torch.full((1, 1), counts))[
+        0
+    ]
 
 
 def test_the_rate_is_the_gain_over_the_ticks_it_takes(rule):
@@ -81,6 +86,67 @@ def test_a_small_gain_is_not_lost_in_the_rounding_of_what_all_meters_are_worth(r
     meters, walk, posted = torch.rand(5000, 8), torch.rand(5000, 2) * 8, torch.rand(3, 5000, 2)
     opens_in, open_for, price = posted * torch.tensor([12.0, 12.0, 0.1])[:, None, None]
     still = torch.zeros(5000, 2)
-    given = (meters, walk, still, still, still, still, opens_in, open_for, price)
+    given = (meters, walk, still, still, still, still, opens_in, open_for, price,
+             torch.ones(5000, 1))  # fmt: skip
     exact = copy.deepcopy(rule).double()(*(x.double() for x in given))
     assert (rule(*given) - exact).abs().max() < 1e-7
+
+
+def test_what_nobody_lives_by_counts_as_much_as_is_said(rule):
+    whole = ask(rule)
+    torch.testing.assert_close(ask(rule, counts=0.25), whole * torch.tensor([1.0, 0.25]))
+    with torch.no_grad():
+        rule.worth.zero_()
+        rule.fear.fill_(1.0)
+    whole = ask(rule, energy=0.1, money=0.1)
+    assert (whole > 0).all()
+    counted = ask(rule, energy=0.1, money=0.1, counts=0.5)
+    torch.testing.assert_close(counted, whole * torch.tensor([1.0, 0.5]))
+
+
+def test_the_less_is_left_of_a_life_the_less_counts_what_it_does_not_live_by(town):
+    policy = new_mind(town, TINY.policy)[0].policy
+    shape = TownShape.of(town)
+    known = torch.zeros(5, shape.self_dim)
+    left = torch.tensor([shape.lifespan, 200, 100, 50, 0])
+    known[:, shape.self_names.index("age")] = 1 - left / shape.lifespan
+    assert (policy.means_count(known) == 1).all()
+    policy.countdown.fill_(100.0)
+    expected = torch.tensor([1.0, 1.0, 1.0, 0.5, 0.0])
+    torch.testing.assert_close(policy.means_count(known)[:, 0], expected, atol=1e-5, rtol=0)
+    # Each by its own habit, while it is tried.
+    policy.countdown = torch.tensor([0.0, 400.0, 200.0, 0.0, 100.0]).unsqueeze(-1)
+    expected = torch.tensor([1.0, 0.5, 0.5, 1.0, 0.0])
+    torch.testing.assert_close(policy.means_count(known)[:, 0], expected, atol=1e-5, rtol=0)
+
+
+def test_who_scouts_takes_the_other_way_and_that_is_all(town):
+    shape = TownShape.of(town)
+    policy = new_mind(town, TINY.policy)[0].policy
+    rng = torch.Generator().manual_seed(4)
+    rows, d = 64, 2 * shape.num_affordances
+    mean = torch.randn(rows, d + LOOK + 4, generator=rng) / 4
+    f = Features(
+        mean, torch.randn(rows, d, generator=rng) - 3, torch.rand(rows, shape.self_dim),
+        torch.rand(rows, shape.num_goals), torch.rand(rows, shape.num_affordances, len(LEADS)),
+        torch.arange(rows) % shape.num_goals, torch.arange(rows) % shape.num_actions,
+    )  # fmt: skip
+    looking, scouting = slice(d, d + 2), slice(d + 2, d + 4)
+    turned = mean.clone()
+    turned[:, looking], turned[:, scouting] = mean[:, scouting], mean[:, looking]
+    explores = torch.full((rows,), shape.goal_names.index("explore"))
+
+    def thought(f):
+        with torch.no_grad():
+            return torch.cat([policy.prior_logits(f), policy.action_logits(f, explores)], -1)
+
+    assert torch.equal(policy.way(f), mean[:, looking])
+    looks, other = thought(f), thought(f._replace(mean=turned))
+    assert ((looks - other).abs().amax(-1) > 1e-4).all()
+    policy.scouts.fill_(True)
+    assert torch.equal(policy.way(f), mean[:, scouting])
+    assert torch.equal(thought(f), other)
+    # Each by its own habit, while it is tried.
+    policy.scouts = (torch.arange(rows) % 2 == 1).unsqueeze(-1)
+    assert torch.equal(thought(f)[::2], looks[::2])
+    assert torch.equal(thought(f)[1::2], other[1::2])

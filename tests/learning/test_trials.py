@@ -27,19 +27,17 @@ class Idle:
     """A mind whose agents wait or, for a price, walk or use what they stand in: by their habits."""
 
     def __init__(self, actions: dict[tuple[bool, float], int]) -> None:
-        self.actions, self.ticks, self.worlds = actions, 0, 16
+        self.actions, self.ticks = actions, 0
         scouts, countdown = torch.tensor(False), torch.tensor(0.0)
         self.policy = SimpleNamespace(scouts=scouts, countdown=countdown, meta_period=8)
 
     def sample_step(self, obs: Any, state: Any, slice_: Any, *noise: Any) -> Any:
         assert slice_ is None  # nobody imagines
         self.ticks += 1
-        self.worlds = min(self.worlds, len(state.clock) // SHAPE.num_agents)
-        if self.policy.countdown.shape:  # tried in a quarter of the worlds
-            self.worlds = len(state.clock) // SHAPE.num_agents // 3
-        # Those of one world deliberate at the same ticks, of all the same number.
-        clock = state.clock.view(-1, self.worlds, SHAPE.num_agents)
-        assert (clock == torch.arange(self.worlds).unsqueeze(-1)).all()
+        # Those of one world deliberate at the same ticks, and all ways are of the same worlds.
+        worlds = int(state.clock.max()) + 1
+        clock = state.clock.view(-1, worlds, SHAPE.num_agents)
+        assert (clock == torch.arange(worlds).unsqueeze(-1)).all()
         habits = (self.policy.scouts, self.policy.countdown)
         assert all(habit.shape in ((), (len(state.clock), 1)) for habit in habits)
         scouts, countdown = (habit.flatten().expand(len(state.clock)) for habit in habits)
@@ -137,9 +135,13 @@ def test_a_habit_is_not_kept_when_a_life_is_cut_short():
 
 def test_a_real_mind_lives_by_its_habits():
     """Both change what it does, and nothing is written to where it is kept."""
-    mind, first = new_mind(TOWN, TINY.policy)
-    policy: Any = mind.policy
-    with torch.no_grad():
+    given: Any = new_mind(TOWN, TINY.policy)
+    mind, first = given
+    policy = mind.policy
+    kinds = torch.arange(SHAPE.num_affordances)
+    with torch.no_grad():  # it knows a place when it sees it, and goes where most is to be had
+        table = mind.perceive.location_table.weight.fill_(-1.0)
+        table[kinds + 2, kinds] = 1.0
         policy.goal_prior.sharpness.fill_(5.0)
     before = {name: x.clone() for name, x in policy.state_dict().items()}
     plain = lives(TOWN, SHAPE, mind, first, 8, 3, {})

@@ -21,7 +21,7 @@ from benchmarks.study import HELD_OUT_WORLDS, Seated
 from benchmarks.study_players import Everyone
 from hamlet.artifacts import HamletError
 from hamlet.learning.train_policy import train_policy
-from hamlet.learning.trials import WORLDS, worlds_lived
+from hamlet.learning.trials import worlds_lived
 from hamlet.modules.contracts import TownShape
 from hamlet.params import Params
 from hamlet.town import Town
@@ -175,5 +175,5 @@ def ours(params: Params, judge: Judge, meter: Meter, add: Callable[[dict[str, An
             town, shape, mind, blank, sizes, params.compile, params.seed,
             folder / "checkpoint.pt", log,
         )  # fmt: skip
-        lived = worlds_lived(min(sizes.worlds, WORLDS), town.lifespan)
+        lived = worlds_lived(sizes.worlds, town.lifespan)
         log.end(lived * town.lifespan * shape.num_agents)

@@ -64,7 +64,7 @@ from hamlet.learning.policy_losses import IMITATING, JUDGING, THINKING, VALUING,
 from hamlet.learning.precision import Precision, best_precision
 from hamlet.learning.returns import gae
 from hamlet.learning.rollout import Record, Step, collect, fused_step, learn
-from hamlet.learning.trials import WORLDS, try_habits
+from hamlet.learning.trials import try_habits
 from hamlet.learning.update import Apart, Update
 from hamlet.modules.agent import AgentState, Mind
 from hamlet.modules.contracts import TownShape
@@ -74,7 +74,6 @@ from hamlet.params import CompileParams, PolicyParams
 from hamlet.profiling import region
 from hamlet.town import Scripted, Town
 
-TRIAL_SEED = 7  # added to the seed: lives that no other stage plays
 REACHED = 0.95
 WARM_UP = 10
 LED = 0.6
@@ -434,8 +433,7 @@ def train_policy(
     buffers = {kind: RolloutBuffer(params.rollout) for kind in ((1, 0), (1, 1), (0, 1))}
     with closing(older) if older else nullcontext():
         for iteration in log.steps(schedule.iterations, start):
-            imitating = schedule.imitates(iteration)
-            judged = schedule.judges(iteration)
+            imitating, judged = schedule.imitates(iteration), schedule.judges(iteration)
             buffer, thinking = buffers[imitating, judged], rollouts.thinking(iteration)
             if co_players:
                 co_players.meet(rng)
@@ -453,12 +451,9 @@ def train_policy(
             if iteration + 1 == params.imitation_iterations:
                 imitated = weights_of(policy)
             kept = {"scores": rollouts.scores, "imitated": imitated}
-            kept |= older.state() if older else {}
-            saved.save(iteration + 1, kept, rollouts.state())
-    tried = {}
-    if params.imitation_iterations and not co_players:  # who has had a teacher, among its like
-        worlds = min(params.worlds, WORLDS)
-        tried = try_habits(town, shape, mind, first, worlds, seed + TRIAL_SEED)
+            saved.save(iteration + 1, kept | (older.state() if older else {}), rollouts.state())
+    taught = params.imitation_iterations and not co_players  # and learned among its like
+    tried = try_habits(town, shape, mind, first, params.worlds, seed) if taught else {}
     return Trained(critic, imitated, tried)
 
 

@@ -25,6 +25,7 @@ from hamlet.modules.contracts import TownShape
 from hamlet.profiling import region
 from hamlet.town import Town
 
+TRIAL_SEED = 7  # added to the seed: lives that no other stage plays
 WORLDS = 128
 """In which who scouts is compared, at most: they tell a gain of 3 of 190."""
 SURE = 1.96
@@ -49,6 +50,7 @@ def habits(lifespan: int) -> dict[str, Habit]:
 
 def worlds_lived(worlds: int, lifespan: int) -> int:
     """How many lives of a world `try_habits` takes, on one rank."""
+    worlds = min(worlds, WORLDS)
     return worlds + sum(
         len(ways) * in_part(worlds, share) for ways, share in habits(lifespan).values()
     )
@@ -72,7 +74,8 @@ def try_habits(
 
     Args:
         first: blank minds of a number of worlds and of agents in each.
-        worlds: in which each way to live is tried, or a share of them, over all ranks.
+        worlds: in which each way to live is tried, or a share of them, over all ranks; at most
+            WORLDS.
 
     Returns:
         each habit as it is now, `scouts` and `countdown`; by how much the mean return of a world is
@@ -80,7 +83,7 @@ def try_habits(
         `scouts_gain_ci95`.
     """
     policy: Any = mind.policy
-    count = -(-worlds // distributed.ranks())
+    count, seed = -(-min(worlds, WORLDS) // distributed.ranks()), seed + TRIAL_SEED
     told: dict[str, float] = {}
     with region("trials"):
         before = lives(town, shape, mind, first, count, seed, {})[0]

@@ -215,7 +215,7 @@ def test_the_timetable_is_read_at_the_tick_that_is_lived(mind, moment, shape, to
 
 def test_a_goal_is_dropped_for_one_that_is_clearly_preferred(mind, moment, shape):
     """And kept while none is, whatever the first thought would choose anew."""
-    prior = torch.tensor([[0.0, 0.9, -3.0], [0.0, 1.1, -3.0], [0.0, 1.1, -3.0]])
+    prior = torch.tensor([[0.0, 0.4, -3.0], [0.0, 0.6, -3.0], [0.0, 0.6, -3.0]])
     assert should_switch_goal(prior, torch.tensor([0, 0, 1])).tolist() == [False, True, False]
     obs, state = moment
     state = state._replace(clock=torch.ones_like(state.clock), goal_age=torch.ones_like(state.goal))
@@ -267,6 +267,7 @@ def test_the_agent_stage_imagines_only_where_somebody_deliberates(mind, moment, 
 
 def test_what_is_foreseen_is_the_first_tick_of_the_future_that_was_chosen(mind, moment):
     obs, state = moment
+    mind.policy.controller[-1].weight.mul_(20)  # surer: more of what is imagined is done
     out = mind(*obs, *state)
     after, thoughts = AgentState(*out[1 : 1 + len(state)]), Thoughts(*out[1 + len(state) :])
     seen = 0
@@ -313,6 +314,7 @@ def test_in_a_surprising_world_every_imagined_future_is_of_a_novel_state(mind, m
 def test_only_what_was_learned_or_given_is_saved(mind, shape):
     """What follows from the shape is computed anew, so that no file holds two truths."""
     told = {"goal_targets", *POSTED, "prospects.menu", "prospects.paid_in"}
+    told |= {"scouts", "countdown"}  # learned, but not by gradients
     for module, buffers in (
         (Perception(shape, 16, 4), set()),
         (WorldModel(shape, 4, 24, 2), {"error_scale", "hours", "novel_threshold", "scale"}),

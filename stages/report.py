@@ -46,6 +46,10 @@ MODULE_ROWS: dict[str, list[tuple[str, str, str | None]]] = {
         ("goal_agreement", "goals, agreement with the teacher", None),
         ("menu_error", "what a use gives, imagined: error as a share of it", None),
         ("explained_variance", "the critic's value, explained variance", None),
+        ("scouts_gain", "what exploring where nobody else has looked brings in a life", None),
+        ("scouts_gain_ci95", "half of the 95 % interval of that", None),
+        ("countdown_gain", "what counting down to the end of a life brings", None),
+        ("countdown_gain_ci95", "half of the 95 % interval of that", None),
     ],
     "population": [
         (

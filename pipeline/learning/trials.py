@@ -44,7 +44,7 @@ class Habit(NamedTuple):
 def habits(lifespan: int) -> dict[str, Habit]:
     return {
         "scouts": Habit(torch.tensor([True]), 1.0),
-        "countdown": Habit(torch.tensor([4 / 12, 5 / 12, 6 / 12]) * lifespan, 0.25),
+        "countdown": Habit(torch.tensor([4 / 12, 5 / 12]) * lifespan, 0.25),
     }
 
 

@@ -20,7 +20,7 @@ from tests.learning.test_train_policy import TINY
 TOWN = Town(load_pack("l7_scarce"), num_layouts=8)
 SHAPE = TownShape.of(TOWN)
 REST = TOWN.action_names.index("REST")
-FIRST, SECOND, THIRD = habits(SHAPE.lifespan)["countdown"].ways.tolist()
+FIRST, SECOND = habits(SHAPE.lifespan)["countdown"].ways.tolist()
 
 
 class Idle:
@@ -59,7 +59,7 @@ def blank(worlds: int, agents: int = SHAPE.num_agents):
         ([(False, FIRST)], False, FIRST),
         ([(False, SECOND)], False, SECOND),
         ([(True, SECOND)], False, 0.0),  # together only: it would have to be found by each
-        ([(True, 0.0), (True, FIRST), (True, SECOND), (True, THIRD)], True, 0.0),  # one is enough
+        ([(True, 0.0), (True, FIRST), (True, SECOND)], True, 0.0),  # one is enough
         ([(False, 0.0)], False, 0.0),  # it has the best there is
     ],
 )
@@ -78,9 +78,7 @@ def test_what_pays_is_kept_and_nothing_else(good, scouts, countdown):
 
 def test_the_second_habit_is_tried_with_the_first():
     """Else it would be said to gain what the first one brought."""
-    mind: Any = Idle(
-        {(True, 0.0): WAIT, (True, FIRST): REST, (True, SECOND): WAIT, (True, THIRD): WAIT}
-    )
+    mind: Any = Idle({(True, 0.0): WAIT, (True, FIRST): REST, (True, SECOND): WAIT})
     found = try_habits(TOWN, SHAPE, mind, blank, 16, 3)
     assert found["scouts"] == 1.0
     assert found["countdown"] == FIRST
@@ -101,9 +99,9 @@ def test_gains_and_intervals_are_over_pairs_of_worlds():
 
 
 def test_lives_are_counted():
-    assert worlds_lived(500, SHAPE.lifespan) == 128 + 128 + 3 * 32
-    assert worlds_lived(8, SHAPE.lifespan) == 8 + 8 + 3 * 2
-    assert worlds_lived(4, SHAPE.lifespan) == 4 + 4 + 3 * 2  # of one there is no interval
+    assert worlds_lived(500, SHAPE.lifespan) == 128 + 128 + 2 * 32
+    assert worlds_lived(8, SHAPE.lifespan) == 8 + 8 + 2 * 2
+    assert worlds_lived(4, SHAPE.lifespan) == 4 + 4 + 2 * 2  # of one there is no interval
 
 
 def test_every_way_is_lived_in_the_same_worlds_with_the_same_luck():

@@ -21,7 +21,7 @@ from benchmarks.study import HELD_OUT_WORLDS, Seated
 from benchmarks.study_players import Everyone
 from hamlet.artifacts import HamletError
 from hamlet.learning.train_policy import train_policy
-from hamlet.learning.trials import worlds_lived
+from hamlet.learning.trials import try_habits, worlds_lived
 from hamlet.modules.contracts import TownShape
 from hamlet.params import Params
 from hamlet.town import Town
@@ -119,11 +119,6 @@ class JudgedLog:
         torch.set_rng_state(drawn)
         self.began = spent()
 
-    def end(self, ticks: int) -> None:
-        """The training is over, after so many agents' ticks more: of lives that were tried."""
-        self.meter.seconds += spent() - self.began
-        self.points(point(self.steps_done + ticks, self.meter.seconds, self.judged()))
-
 
 def run_stage(name: str, folder: Path) -> None:
     """Run a stage of the pipeline as `dvc repro` does, in a folder.
@@ -175,5 +170,7 @@ def ours(params: Params, judge: Judge, meter: Meter, add: Callable[[dict[str, An
             town, shape, mind, blank, sizes, params.compile, params.seed,
             folder / "checkpoint.pt", log,
         )  # fmt: skip
-        lived = worlds_lived(sizes.worlds, town.lifespan)
-        log.end(lived * town.lifespan * shape.num_agents)
+        with meter.counting():
+            try_habits(town, shape, mind, blank, sizes.worlds, params.seed)
+        lived = worlds_lived(sizes.worlds, town.lifespan) * town.lifespan * shape.num_agents
+        add(point(log.steps_done + lived, meter.seconds, judge(seated)))

@@ -39,6 +39,7 @@ from hamlet.learning.learner import Teacher
 from hamlet.learning.population import Characters, Selves, play
 from hamlet.learning.rollout import evaluate, fused_step
 from hamlet.learning.train_policy import train_policy
+from hamlet.learning.trials import try_habits
 from hamlet.modules.agent import AgentState, Mind
 from hamlet.modules.contracts import (
     Features,
@@ -297,14 +298,16 @@ def trained(params: Params, variant: str, seed: int, town: Town, folder: Path) -
         town, shape, mind, blank, sizes, compiling, seed, file, log,
         co_players=co_players, teacher=teacher,
     )  # fmt: skip
+    if variant == "imitated":
+        left: Any = mind.policy
+        left.load_state_dict(done.imitated)
+    elif variant != "alone":  # who has nobody to live with
+        try_habits(town, shape, mind, blank, sizes.worlds, seed)
     if variant in REINFORCED:
         train_policy(
             town, shape, mind, blank, left_alone(sizes, REINFORCED[variant]), compiling, seed,
             folder / "alone.pt", Shown(f"{variant}, seed {seed}: alone"), done.critic,
         )  # fmt: skip
-    if variant == "imitated":
-        left: Any = mind.policy
-        left.load_state_dict(done.imitated)
     draws = variant in ("random_goals", "flat")
     return lambda where: (Everyone(where, shape, mind, draws, blank), blank(HELD_OUT_WORLDS))
 

@@ -23,6 +23,7 @@ from hamlet.learning import distributed
 from hamlet.learning.actors import Cast
 from hamlet.learning.learner import Learner, first_state
 from hamlet.learning.train_policy import Trained, goal_targets, policy_precision, train_policy
+from hamlet.learning.trials import try_habits
 from hamlet.modules.agent import AgentState, Mind
 from hamlet.modules.contracts import LEADS, Features, TownShape
 from hamlet.modules.critic import Critic
@@ -34,7 +35,7 @@ from hamlet.town import Scripted, Town
 from hamlet.town.tables import menu, timetable
 from stages import paths
 from stages.collect import make_town
-from stages.common import prepare_torch, stage
+from stages.common import prepare_torch, progress, stage
 from stages.log import StageLog
 
 
@@ -210,6 +211,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             town, shape, mind, blank, params, s.params.compile, s.params.seed,
             folder / "checkpoint.pt", log, cast=cast,
         )  # fmt: skip
+        tried = try_habits(
+            town, shape, mind, blank, params.worlds, s.params.seed,
+            partial(progress, description="policy: whole lives") if s.first else range,
+        )  # fmt: skip
 
         if not s.first:
             return
@@ -217,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         keep_policy(policy, trained, shape, s.params, cards, paths.POLICY, made_on)
         log.write(paths.curve("policy"))
         imagined = menu_error(policy.prospects.menu.t().cpu(), menu(town.pack))
-        found = {"menu_error": imagined, **trained.tried}
+        found = {"menu_error": imagined, **tried}
         s.run.metrics(found)
         tail = log.rows[-1] if log.rows else {}
         numbers = {k: v for k, v in tail.items() if k != "step"} | found

@@ -229,7 +229,10 @@ def test_ours_is_counted_from_the_first_recorded_tick_to_the_last_of_the_policy(
         for step in log.steps(4, 0):
             watch.now += 2
             log.record(step, {})
-        watch.now += 3  # lives are tried
+
+    def try_habits(town, shape, mind, first, worlds, seed):
+        assert worlds == PARAMS.policy.worlds
+        watch.now += 3
 
     def make_mind(params, town):
         watch.now += 5
@@ -241,6 +244,7 @@ def test_ours_is_counted_from_the_first_recorded_tick_to_the_last_of_the_policy(
 
     for name, fake in (
         ("run_stage", run_stage), ("train_policy", train_policy), ("make_mind", make_mind),
+        ("try_habits", try_habits),
     ):  # fmt: skip
         monkeypatch.setattr(curves_ours, name, fake)
     points: list[dict] = []

@@ -162,7 +162,7 @@ def test_a_variant_is_trained_as_it_says(monkeypatch, tmp_path):
     params = load_params(ROOT / "params.yaml", "tiny")
     made: dict[str, type[Policy]] = {}
     told: dict[str, list[tuple]] = defaultdict(list)
-    sense, critic = object(), object()
+    lived, sense, critic = [], object(), object()
 
     def make_mind(params, town, kind):
         made[variant] = kind
@@ -172,12 +172,28 @@ def test_a_variant_is_trained_as_it_says(monkeypatch, tmp_path):
 
     def train_policy(town, shape, mind, blank, sizes, options, seed, file, log, given=None, **more):
         told[variant].append((town, sizes, mind, given, file))
-        return Trained(critic, {}, {})
+        imitated = {name: torch.zeros_like(x) for name, x in mind.policy.state_dict().items()}
+        return Trained(critic, imitated)
 
+    def try_habits(town, shape, mind, first, worlds, seed):
+        assert len(told[variant]) == 1  # after imitation, before PPO alone
+        assert (town, mind, worlds) == (told[variant][0][0], told[variant][0][2], 8)
+        lived.append(variant)
+
+    monkeypatch.setattr("benchmarks.study.try_habits", try_habits)
     monkeypatch.setattr("benchmarks.study.make_mind", make_mind)
     monkeypatch.setattr("benchmarks.study.train_policy", train_policy)
-    for variant in ("full", *REINFORCED, *GIVEN):
+    tried = ("full", *REINFORCED, *GIVEN)
+    for variant in (*tried, "imitated", "alone"):
         trained(params, variant, 1, TOWN, tmp_path)
+    assert lived == list(tried)
+    left = {
+        name: {bool(x.any()) for x in parts[0][2].policy.parameters()}
+        for name, parts in told.items()
+    }
+    assert left.pop("imitated") == {False}
+    assert all(True in some for some in left.values())
+    del told["imitated"], told["alone"]
     assert {variant for variant, parts in told.items() if len(parts) == 2} == REINFORCED.keys()
     for variant, ((town, sizes, mind, _, file), *then) in told.items():
         shares, own = variant == "reinforced_sharing", params.policy

@@ -1,4 +1,4 @@
-"""Train module D against the frozen A, B and C: imitation of an expert, PPO or IMPALA, trials.
+"""Train module D against the frozen A, B and C: imitation of an expert, then PPO or IMPALA.
 
 In imitation the learner takes over from the expert world by world (DAgger, Ross et al. 2011): the
 expert acts in fewer and fewer of them. It is asked only there, and in the worlds whose
@@ -16,8 +16,7 @@ there is little to gain in the controller that imitation leaves (pursuing the ex
 it would help or harm is not settled: single trainings with it ended at 420 to 457, without at 454
 and 457.
 
-Last, habits that the teacher has not are tried in whole lives (`hamlet.learning.trials`). It is
-there that an agent comes to surpass its teacher.
+What the teacher has not comes after it: habits are tried in whole lives (`hamlet.learning.trials`).
 
 IMPALA stands in PPO's place where `params.yaml` says so (see `hamlet.learning.impala`).
 
@@ -64,7 +63,6 @@ from hamlet.learning.policy_losses import IMITATING, JUDGING, THINKING, VALUING,
 from hamlet.learning.precision import Precision, best_precision
 from hamlet.learning.returns import gae
 from hamlet.learning.rollout import Record, Step, collect, fused_step, learn
-from hamlet.learning.trials import try_habits
 from hamlet.learning.update import Apart, Update
 from hamlet.modules.agent import AgentState, Mind
 from hamlet.modules.contracts import TownShape
@@ -129,12 +127,10 @@ class Trained(NamedTuple):
     Attributes:
         critic: that was trained beside it.
         imitated: the policy's weights at the end of imitation, before reinforcement.
-        tried: what whole lives said of habits (`trials.try_habits`); {} where nobody tried.
     """
 
     critic: Critic
     imitated: dict[str, Tensor]
-    tried: dict[str, float]
 
 
 class Updates(NamedTuple):
@@ -452,9 +448,7 @@ def train_policy(
                 imitated = weights_of(policy)
             kept = {"scores": rollouts.scores, "imitated": imitated}
             saved.save(iteration + 1, kept | (older.state() if older else {}), rollouts.state())
-    taught = params.imitation_iterations and not co_players  # and learned among its like
-    tried = try_habits(town, shape, mind, first, params.worlds, seed) if taught else {}
-    return Trained(critic, imitated, tried)
+    return Trained(critic, imitated)
 
 
 def episode_scores(buffer: RolloutBuffer, score: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,8 @@ with common random numbers (Glasserman and Yao 1992), one habit after the other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +70,7 @@ def try_habits(
     first: Callable[[int, int], AgentState],
     worlds: int,
     seed: int,
+    shown: Callable[[int], Iterable[int]] = range,
 ) -> dict[str, float]:
     """Give `mind.policy` the habits that pay.
 
@@ -76,6 +78,7 @@ def try_habits(
         first: blank minds of a number of worlds and of agents in each.
         worlds: in which each way to live is tried, or a share of them, over all ranks; at most
             WORLDS.
+        shown: goes through so many ticks, and shows how far it is.
 
     Returns:
         each habit as it is now, `scouts` and `countdown`; by how much the mean return of a world is
@@ -85,11 +88,14 @@ def try_habits(
     policy: Any = mind.policy
     count, seed = -(-min(worlds, WORLDS) // distributed.ranks()), seed + TRIAL_SEED
     told: dict[str, float] = {}
+    tries = habits(town.lifespan)
+    ticks = iter(shown((1 + len(tries)) * town.lifespan))
     with region("trials"):
-        before = lives(town, shape, mind, first, count, seed, {})[0]
-        for name, (ways, share) in habits(shape.lifespan).items():
+        before = lives(town, shape, mind, first, count, seed, {}, ticks)[0]
+        for name, (ways, share) in tries.items():
             part = in_part(count, share)
-            tried = lives(town, shape, mind, first, part, seed, {name: ways.to(town.device)})
+            way = {name: ways.to(town.device)}
+            tried = lives(town, shape, mind, first, part, seed, way, ticks)
             gain, error = (x.tolist() for x in paired(tried, before[:part]))
             best = max(range(len(ways)), key=lambda way: gain[way])
             if gain[best] > SURE * error[best]:
@@ -100,6 +106,7 @@ def try_habits(
                 f"{name}_gain": gain[best],
                 f"{name}_gain_ci95": SURE * error[best],
             }
+    next(ticks, None)  # all have been
     return told
 
 
@@ -123,10 +130,11 @@ def lives(
     worlds: int,
     seed: int,
     ways: dict[str, Tensor],
+    ticks: Iterator[int],
 ) -> Tensor:
     """float32 [ways, worlds] the mean return of the agents of every world, each of which is lived
     in by all `ways` to have a habit, [ways], with the same random numbers; by one where there is
-    none. Nobody imagines."""
+    none. Nobody imagines. A life takes as many `ticks`."""
     policy: Any = mind.policy
     kept = {name: getattr(policy, name) for name in ways}
     many = next((len(values) for values in ways.values()), 1)
@@ -140,7 +148,7 @@ def lives(
     for name, values in ways.items():
         setattr(policy, name, values.repeat_interleave(worlds * shape.num_agents).unsqueeze(-1))
     try:
-        for _ in range(town.lifespan):
+        for _ in islice(ticks, town.lifespan):
             action, memory = seat.act(world, town.observe(world), memory)
             world = town.step_core(world, action)
             returns = returns + world["reward"].mean(1)

@@ -10,7 +10,6 @@ import torch
 from tensordict import TensorDict
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.study_players import Resting
 from hamlet.artifacts import HamletError
 from hamlet.learning.buffer import RolloutBuffer
 from hamlet.learning.checkpoint import Checkpoint
@@ -24,7 +23,6 @@ from hamlet.learning.learner import (
     gumbel,
     led,
     observation_of,
-    weights_of,
 )
 from hamlet.learning.policy_losses import IMITATING
 from hamlet.learning.rollout import fused_step
@@ -35,7 +33,6 @@ from hamlet.learning.train_policy import (
     goal_targets,
     train_policy,
 )
-from hamlet.learning.trials import try_habits
 from hamlet.modules.contracts import TownShape
 from hamlet.modules.critic import Critic
 from hamlet.params import load_params
@@ -355,63 +352,27 @@ def test_the_critic_learns_in_the_last_quarter_of_imitation_and_after_it(tmp_pat
 def test_what_imitation_left_is_kept_though_reinforcement_goes_on_after_an_interrupt(
     tmp_path, monkeypatch
 ):
-    """As a training that ends with imitation leaves it, before whole lives are tried."""
+    """As a training that ends with imitation leaves it."""
     town = Town(load_pack("l4_contention"), num_layouts=8)
     torch.set_num_threads(1)
-    asked = []
-
-    def tried(town, shape, mind, first, worlds, seed):
-        before = weights_of(mind.policy)
-        assert not before["scouts"]
-        assert not before["countdown"]
-        told = try_habits(town, shape, mind, first, worlds, seed)
-        asked.append((worlds, seed, told, before))
-        return told
-
-    monkeypatch.setattr("hamlet.learning.train_policy.try_habits", tried)
 
     def trained(file: str, changes: dict, stop: int | None = None):
         mind, blank = new_mind(town, SHORT)
         found = train_policy(
             town, TownShape.of(town), mind, blank, SHORT.model_copy(update=changes), TINY.compile,
-            5, tmp_path / file, StoppedLog(stop),
+            0, tmp_path / file, StoppedLog(stop),
         )  # fmt: skip
-        return mind.policy.state_dict(), found
+        return mind.policy.state_dict(), found.imitated
 
-    last, found = trained("a.pt", {"critic_iterations": 0, "ppo_iterations": 0})
-    ((worlds, seed, told, expected),) = asked
-    assert all(torch.equal(expected[name], found.imitated[name]) for name in expected)
-    assert worlds == SHORT.worlds
-    assert seed == 5
-    assert found.tried == told
-    kept = {name: float(last[name]) for name in ("scouts", "countdown")}
-    assert kept.items() <= told.items()
+    expected, same = trained("a.pt", {"critic_iterations": 0, "ppo_iterations": 0})
+    assert all(torch.equal(expected[name], same[name]) for name in expected)
     monkeypatch.setattr("hamlet.learning.train_policy.Checkpoint", partial(Checkpoint, interval=0))
     with pytest.raises(Stopped):
         trained("b.pt", {}, 4)
-    assert len(asked) == 1  # at the end only
-    learned, again = trained("b.pt", {})
-    assert again.tried == asked[1][2]
+    learned, imitated = trained("b.pt", {})
     # The rate of imitation falls to its own end, so both imitated alike.
-    assert all(torch.equal(expected[name], again.imitated[name]) for name in expected)
-    assert any(not torch.equal(learned[name], expected[name]) for name in learned)
-
-
-@pytest.mark.parametrize(("iterations", "others"), [(2, 0), (2, 1), (0, 0)])
-def test_habits_are_tried_by_who_has_had_a_teacher_and_among_its_like(
-    tmp_path, monkeypatch, iterations, others
-):
-    town, asked = Town(load_pack("l4_contention"), num_layouts=8), []
-    monkeypatch.setattr(
-        "hamlet.learning.train_policy.try_habits", lambda *given: asked.append(given) or {}
-    )
-    shape, (mind, blank) = TownShape.of(town), new_mind(town, SHORT)
-    sizes = {"imitation_iterations": iterations, "critic_iterations": 1, "ppo_iterations": 0}
-    train_policy(
-        town, shape, mind, blank, SHORT.model_copy(update=sizes), TINY.compile, 0,
-        tmp_path / "a.pt", StoppedLog(None), co_players=Resting(shape, 1) if others else None,
-    )  # fmt: skip
-    assert len(asked) == (iterations > 0 and not others)
+    assert all(torch.equal(expected[name], imitated[name]) for name in expected)
+    assert any(not torch.equal(learned[name], imitated[name]) for name in learned)
 
 
 def test_a_place_is_for_the_meter_that_a_whole_use_restores_most():

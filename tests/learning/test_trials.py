@@ -51,6 +51,13 @@ def blank(worlds: int, agents: int = SHAPE.num_agents):
     return new_mind(TOWN, TINY.policy)[1](worlds, agents)
 
 
+def lived(mind: Any, worlds: int, seed: int, ways: dict[str, Any]):
+    ticks = iter(range(TOWN.lifespan + 1))
+    found = lives(TOWN, SHAPE, mind, blank, worlds, seed, ways, ticks)
+    assert next(ticks) == TOWN.lifespan  # one is left
+    return found
+
+
 @pytest.mark.parametrize(
     ("good", "scouts", "countdown"),
     [
@@ -66,7 +73,15 @@ def blank(worlds: int, agents: int = SHAPE.num_agents):
 def test_what_pays_is_kept_and_nothing_else(good, scouts, countdown):
     mind: Any = Idle(dict.fromkeys(good, WAIT))
     kept = mind.policy.scouts, mind.policy.countdown
-    found = try_habits(TOWN, SHAPE, mind, blank, 16, 3)
+    shown = []
+
+    def ticks(total: int):
+        shown.append(total)
+        yield from range(total)
+        shown.append("all")
+
+    found = try_habits(TOWN, SHAPE, mind, blank, 16, 3, ticks)
+    assert shown == [3 * TOWN.lifespan, "all"]
     assert (mind.policy.scouts, mind.policy.countdown) == kept  # the same tensors, to be saved
     assert all(habit.shape == () for habit in kept)
     assert (bool(kept[0]), float(kept[1])) == (scouts, countdown)
@@ -83,7 +98,7 @@ def test_the_second_habit_is_tried_with_the_first():
     assert found["scouts"] == 1.0
     assert found["countdown"] == FIRST
     waited, rested = (
-        lives(TOWN, SHAPE, Idle({(False, 0.0): action}), blank, 16, 3 + trials.TRIAL_SEED, {})[0]
+        lived(Idle({(False, 0.0): action}), 16, 3 + trials.TRIAL_SEED, {})[0]
         for action in (WAIT, REST)
     )
     gain = (rested - waited)[:4]  # a quarter of the worlds is enough
@@ -107,13 +122,13 @@ def test_lives_are_counted():
 def test_every_way_is_lived_in_the_same_worlds_with_the_same_luck():
     mind: Any = Idle({(True, 0.0): INTERACT, (False, 0.0): INTERACT})
     ways = {"scouts": torch.tensor([True, False])}
-    first, second = lives(TOWN, SHAPE, mind, blank, 16, 3, ways)
+    first, second = lived(mind, 16, 3, ways)
     assert torch.equal(first, second)
-    fewer = lives(TOWN, SHAPE, mind, blank, 4, 3, ways)
+    fewer = lived(mind, 4, 3, ways)
     torch.testing.assert_close(fewer[0], first[:4])
     assert first.unique().numel() > 2
-    torch.testing.assert_close(first, lives(TOWN, SHAPE, mind, blank, 16, 3, {})[0])
-    assert not torch.equal(first, lives(TOWN, SHAPE, mind, blank, 16, 4, {})[0])
+    torch.testing.assert_close(first, lived(mind, 16, 3, {})[0])
+    assert not torch.equal(first, lived(mind, 16, 4, {})[0])
 
 
 def test_a_habit_is_not_kept_when_a_life_is_cut_short():
@@ -126,7 +141,7 @@ def test_a_habit_is_not_kept_when_a_life_is_cut_short():
 
     mind.sample_step = fails
     with pytest.raises(KeyboardInterrupt):
-        lives(TOWN, SHAPE, mind, blank, 8, 3, {"scouts": torch.tensor([True])})
+        lived(mind, 8, 3, {"scouts": torch.tensor([True])})
     assert mind.policy.scouts is kept
     assert not kept
 
@@ -134,7 +149,7 @@ def test_a_habit_is_not_kept_when_a_life_is_cut_short():
 def test_a_real_mind_lives_by_its_habits():
     """Both change what it does, and nothing is written to where it is kept."""
     given: Any = new_mind(TOWN, TINY.policy)
-    mind, first = given
+    mind, _first = given
     policy = mind.policy
     kinds = torch.arange(SHAPE.num_affordances)
     with torch.no_grad():  # it knows a place when it sees it, and goes where most is to be had
@@ -142,11 +157,11 @@ def test_a_real_mind_lives_by_its_habits():
         table[kinds + 2, kinds] = 1.0
         policy.goal_prior.sharpness.fill_(5.0)
     before = {name: x.clone() for name, x in policy.state_dict().items()}
-    plain = lives(TOWN, SHAPE, mind, first, 8, 3, {})
+    plain = lived(mind, 8, 3, {})
     early = {"scouts": torch.tensor([True]), "countdown": torch.tensor([400.0, 800.0])}
     assert habits(SHAPE.lifespan).keys() == early.keys()
     for name, ways in early.items():  # who has learned nothing dies early
-        tried = lives(TOWN, SHAPE, mind, first, 8, 3, {name: ways})
+        tried = lived(mind, 8, 3, {name: ways})
         assert tried.shape == (len(ways), 8)
         assert all((way != plain[0]).any() for way in tried), name
     assert all(torch.equal(x, before[name]) for name, x in policy.state_dict().items())

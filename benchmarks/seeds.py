@@ -22,7 +22,7 @@ from hamlet.artifacts import HamletError, atomic_path, read_json, write_json
 from hamlet.params import load_params
 
 RESULTS = Path(__file__).parent / "results" / "seeds"
-STAGES = ("perception", "world_model", "social", "evaluate")
+STAGES = ("perception", "world_model", "social", "population", "evaluate")
 HEAD = """# Other seeds
 
 By `python -m benchmarks.seeds`, of runs of `dvc repro` that differ in `seed`. Bold is what is not
@@ -41,6 +41,8 @@ ROWS = (
     ("retired", "evaluate", "retired_fraction", ""),
     ("R above the own-sightings expert's", "evaluate", "over_expert_sightings", "> 0"),
     ("R above the searching expert's", "evaluate", "over_expert_searching", "> 0"),
+    ("R above its teacher's", "evaluate", "over_expert_watching", "> 0"),
+    ("what reinforcement adds to imitation", "population", "reinforcement_gain", ">= 8"),
     ("map, cells seen before", "perception", "map_seen_accuracy", ">= 0.9"),
     ("calibration error of the map", "perception", "map_ece", "<= 0.05"),
     ("meter error, 1 tick / persistence", "world_model", "meter_error_1_over_persistence",
@@ -60,6 +62,7 @@ ROWS = (
 OF_THE_EASY_PACK = {
     "mean_return": ">= 441", "normalised_score": ">= 1.05", "retired_fraction": ">= 0.99",
     "share_of_expert": "", "over_expert_sightings": "", "over_expert_searching": "",
+    "over_expert_watching": "", "reinforcement_gain": "",
 }  # fmt: skip
 
 
@@ -104,6 +107,8 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
     for what, stage, key, asked in ROWS:
         if runs[0]["pack"] == "l4_contention":
             asked = OF_THE_EASY_PACK.get(key, asked)
+        if any(key not in run.get(stage, {}) for run in runs):
+            continue  # of a run that was taken in before this was asked
         values = [run[stage][key] for run in runs]
         mean, half = interval(values)
 

@@ -12,10 +12,12 @@ from hamlet.artifacts import HamletError
 
 
 def run(seed: int, **other: float) -> dict:
-    good = {">=": 1.0, "<=": 0.0, ">": 1.0, "": 0.5}
+    good = {"<=": 0.0, ">": 1.0}
     found: dict = {"pack": "x", "seed": seed}
     for _, stage, key, asked in seeds.ROWS:
-        found.setdefault(stage, {})[key] = other.get(key, good[asked.split()[0] if asked else ""])
+        sign, limit = asked.split() if asked else ("", "0.5")
+        value = good.get(sign, max(float(limit), 1.0) if asked else 0.5)
+        found.setdefault(stage, {})[key] = other.get(key, value)
     return found
 
 
@@ -37,6 +39,14 @@ def test_what_is_not_as_asked_is_bold_and_the_mean_has_an_interval():
 
 def test_one_seed_has_no_interval():
     assert "±" not in seeds.table([run(1)])
+
+
+def test_what_one_run_was_not_asked_has_no_row():
+    old = run(1)
+    del old["population"], old["evaluate"]["over_expert_watching"]
+    text = seeds.table([old, run(2)])
+    assert text.count("| seed ") == 2
+    assert len(text.splitlines()) == len(seeds.ROWS) - 2 + 4
 
 
 def test_the_easy_pack_asks_for_other_things():

@@ -91,6 +91,24 @@ def test_what_pays_is_kept_and_nothing_else(good, scouts, countdown):
     assert (found["countdown_gain"] > found["countdown_gain_ci95"]) == (countdown > 0)
 
 
+@pytest.mark.parametrize(("gain", "kept"), [(0.1, False), (0.45, False), (0.55, True)])
+def test_what_may_pay_by_chance_is_not_kept(monkeypatch, gain, kept):
+    """Of 16 worlds whose gains deviate by one, the mean has a standard error of a quarter."""
+    deviation = torch.tensor([1.0, -1.0] * 8) * (15 / 16) ** 0.5
+
+    def lives(town, shape, mind, first, worlds, seed, ways, ticks):
+        way = ways.get("scouts", torch.zeros(1))
+        return way.float().unsqueeze(1) * (gain + deviation) if ways else torch.zeros(1, worlds)
+
+    monkeypatch.setattr(trials, "habits", lambda lifespan: {"scouts": habits(lifespan)["scouts"]})
+    monkeypatch.setattr(trials, "lives", lives)
+    mind: Any = Idle({})
+    found = try_habits(TOWN, SHAPE, mind, blank, 16, 3)
+    assert found["scouts_gain"] == pytest.approx(gain)
+    assert found["scouts_gain_ci95"] == pytest.approx(1.96 / 4, rel=1e-4)
+    assert bool(found["scouts"]) == bool(mind.policy.scouts) == kept
+
+
 def test_the_second_habit_is_tried_with_the_first():
     """Else it would be said to gain what the first one brought."""
     mind: Any = Idle({(True, 0.0): WAIT, (True, FIRST): REST, (True, SECOND): WAIT})

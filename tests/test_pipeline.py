@@ -80,6 +80,16 @@ def test_one_command_runs_every_stage_and_sums_up(tiny):
         assert metrics[f"parity_batch_{batch}"] <= 1e-4
 
 
+def test_habits_are_tried_in_whole_lives_and_kept_with_the_policy(tiny):
+    measured = json.loads((tiny.artifacts / "metrics/policy.json").read_text())
+    weights = torch.load(tiny.artifacts / "policy/weights.pt", weights_only=True)
+    for habit in ("scouts", "countdown"):
+        assert measured[habit] == pytest.approx(float(weights["policy"][habit]))
+        assert not weights["imitated"][habit]
+        paid = measured[f"{habit}_gain"] > measured[f"{habit}_gain_ci95"]
+        assert paid == bool(measured[habit])
+
+
 def test_second_repro_only_looks_at_the_world_and_the_registry(tiny, capsys):
     before, began = hashes(tiny), time.monotonic()
     assert sorted(tiny.repro()) == ["register", "world"]

@@ -48,6 +48,8 @@ MODULE_ROWS: dict[str, list[tuple[str, str, str | None]]] = {
         ("explained_variance", "the critic's value, explained variance", None),
         ("scouts_gain", "what exploring where nobody else has looked brings in a life", None),
         ("scouts_gain_ci95", "half of the 95 % interval of that", None),
+        ("stays_gain", "what leaving early, where the rest is worth less, brings", None),
+        ("stays_gain_ci95", "half of the 95 % interval of that", None),
         ("countdown_gain", "what counting down to the end of a life brings", None),
         ("countdown_gain_ci95", "half of the 95 % interval of that", None),
     ],

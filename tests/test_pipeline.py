@@ -83,11 +83,12 @@ def test_one_command_runs_every_stage_and_sums_up(tiny):
 def test_habits_are_tried_in_whole_lives_and_kept_with_the_policy(tiny):
     measured = json.loads((tiny.artifacts / "metrics/policy.json").read_text())
     weights = torch.load(tiny.artifacts / "policy/weights.pt", weights_only=True)
-    for habit in ("scouts", "countdown"):
-        assert measured[habit] == pytest.approx(float(weights["policy"][habit]))
-        assert not weights["imitated"][habit]
+    for habit, without in (("scouts", 0.0), ("stays", 1.0), ("countdown", 0.0)):
+        kept, imitated = (float(weights[of][habit][0, 0]) for of in ("policy", "imitated"))
+        assert measured[habit] == pytest.approx(kept)
+        assert imitated == without
         paid = measured[f"{habit}_gain"] > measured[f"{habit}_gain_ci95"]
-        assert paid == bool(measured[habit])
+        assert paid == (kept != without)
 
 
 def test_second_repro_only_looks_at_the_world_and_the_registry(tiny, capsys):

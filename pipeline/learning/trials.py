@@ -37,15 +37,16 @@ class Habit(NamedTuple):
     """One of `Policy`, which its teacher has not."""
 
     ways: Tensor
-    """[ways] the ways to have it."""
+    """[ways, n] the ways to have it."""
     share: float
     """Of the worlds, in which it is tried: how much it brings differs more or less among them."""
 
 
 def habits(lifespan: int) -> dict[str, Habit]:
     return {
-        "scouts": Habit(torch.tensor([True]), 1.0),
-        "countdown": Habit(torch.tensor([4 / 12, 5 / 12]) * lifespan, 0.25),
+        "scouts": Habit(torch.tensor([[True]]), 1.0),
+        "stays": Habit(torch.tensor([[0.15, 0.4, 0.7, 1.0]]), 0.5),
+        "countdown": Habit(torch.tensor([[4 / 12], [5 / 12]]) * lifespan, 0.25),
     }
 
 
@@ -81,9 +82,9 @@ def try_habits(
         shown: goes through so many ticks, and shows how far it is.
 
     Returns:
-        each habit as it is now, `scouts` and `countdown`; by how much the mean return of a world is
-        higher with the best of the ways to have it, `scouts_gain`, and half of its 95 % interval,
-        `scouts_gain_ci95`.
+        each habit as it is now, `scouts`, `countdown` and the first of the `stays`; by how much the
+        mean return of a world is higher with the best of the ways to have it, `scouts_gain`, and
+        half of its 95 % interval, `scouts_gain_ci95`.
     """
     policy: Any = mind.policy
     count, seed = -(-min(worlds, WORLDS) // distributed.ranks()), seed + TRIAL_SEED
@@ -99,10 +100,10 @@ def try_habits(
             gain, error = (x.tolist() for x in paired(tried, before[:part]))
             best = max(range(len(ways)), key=lambda way: gain[way])
             if gain[best] > SURE * error[best]:
-                getattr(policy, name).copy_(ways[best])
+                setattr(policy, name, way[name][best : best + 1])
                 before = torch.cat([tried[best], before[part:]])
             told |= {
-                name: float(getattr(policy, name)),
+                name: float(getattr(policy, name)[0, 0]),
                 f"{name}_gain": gain[best],
                 f"{name}_gain_ci95": SURE * error[best],
             }
@@ -133,7 +134,7 @@ def lives(
     ticks: Iterator[int],
 ) -> Tensor:
     """float32 [ways, worlds] the mean return of the agents of every world, each of which is lived
-    in by all `ways` to have a habit, [ways], with the same random numbers; by one where there is
+    in by all `ways` to have a habit, [ways, n], with the same random numbers; by one where there is
     none. Nobody imagines. A life takes as many `ticks`."""
     policy: Any = mind.policy
     kept = {name: getattr(policy, name) for name in ways}
@@ -146,7 +147,7 @@ def lives(
     memory = AgentState(*(x[rows] for x in seat.start(worlds)))
     returns = torch.zeros(len(again), device=town.device)
     for name, values in ways.items():
-        setattr(policy, name, values.repeat_interleave(worlds * shape.num_agents).unsqueeze(-1))
+        setattr(policy, name, values.repeat_interleave(worlds * shape.num_agents, 0))
     try:
         for _ in islice(ticks, town.lifespan):
             action, memory = seat.act(world, town.observe(world), memory)

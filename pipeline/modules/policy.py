@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,11 +55,14 @@ class Policy(nn.Module):
     steps: Tensor
     low_money_biases: Tensor
     scouts: Tensor
-    """bool [], or [., 1] while it is tried: whether it explores where nobody whom it saw has
+    """bool [1, 1], or [., 1] while it is tried: whether it explores where nobody whom it saw has
     looked. A habit, which its teacher has not; `learning.trials` finds out whether it pays."""
+    stays: Tensor
+    """float32 [1, K], or [., K] while it is tried: parts of what is left of a use after which it
+    may leave, the last being 1; only that where it never leaves early. A habit, too."""
     countdown: Tensor
-    """float32 [], or [., 1] while it is tried: ticks before the end of its life from which on the
-    meters that it does not live by are worth the less, the less is left of it; 0 for never. A
+    """float32 [1, 1], or [., 1] while it is tried: ticks before the end of its life from which on
+    the meters that it does not live by are worth the less, the less is left of it; 0 for never. A
     habit, too."""
     apart = True
     """Whether goals are chosen without the controller: then either can be learned by itself."""
@@ -111,10 +115,17 @@ class Policy(nn.Module):
         low_money_biases = EARNING * (goal_targets[:, self.money] > 0)
         low_money_biases[shape.goal_names.index("rest")] = IDLING
         self.register_buffer("low_money_biases", low_money_biases, persistent=False)
-        self.register_buffer("scouts", torch.tensor(False))
-        self.register_buffer("countdown", torch.tensor(0.0))
+        self.register_buffer("scouts", torch.tensor([[False]]))
+        self.register_buffer("stays", torch.tensor([[1.0]]))
+        self.register_buffer("countdown", torch.tensor([[0.0]]))
         for name, column in zip(POSTED, timetable.unbind(-1), strict=True):
             self.register_buffer(name, column.contiguous())
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        """As many `stays` as were kept."""
+        kept = state_dict.get(f"{prefix}stays", self.stays)
+        self.stays = self.stays.new_empty(kept.shape)
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def map_size(self, like: Tensor) -> Tensor:
         return constant((self.shape.width, self.shape.height), like.dtype, like.device)
@@ -183,7 +194,9 @@ class Policy(nn.Module):
         ahead = f.ahead.movedim(-1, 0)
         wait = self.prospects.wait(ahead) * sure
         counts = self.means_count(f.known_state)
-        rate = self.prospects(meters, walk, progress, wait, pursued, nearer, *posted, counts)
+        rate = self.prospects(
+            meters, walk, progress, wait, pursued, nearer, *posted, counts, self.stays
+        )
         others = f.rivals[..., :count], ahead[0], wait
         facts = torch.stack(
             [steps, there, *others, pursued, nearer, *posted, rate * sure, rate * doubt]
@@ -311,11 +324,12 @@ class GoalScores(nn.Module):
 class Prospects(nn.Module):
     """What it would be worth per tick to go to a place and use it, by a readable rule.
 
-    The meters that would follow are worked out from the menu, the timetable and the way; how much
-    they are worth, `worth x - fear max(0, comfort - x)^2` of each meter, what they drain, and what
-    a plan, a rival or a search costs in ticks is learned. The value gained per tick is the rate
-    that a forager maximises (Stephens and Krebs 1986); the network beside it (`GoalScores`)
-    learns what this rule misses.
+    The meters that would follow are worked out from the menu, the timetable and the way, for each
+    time that it might stay. How much they are worth, `worth x - fear max(0, comfort - x)^2` of
+    each meter, what they drain, and what a plan, a rival or a search costs in ticks is learned. The
+    value gained per tick is the rate that a forager maximises (Stephens and Krebs 1986), who also
+    chooses when to leave (Charnov 1976); the network beside it (`GoalScores`) learns what this
+    rule misses.
     """
 
     menu: Tensor
@@ -355,8 +369,8 @@ class Prospects(nn.Module):
         return (ahead * along_first(less, ahead[0])).sum(0)
 
     def gained(self, meters: Tensor, change: Tensor, counts: Tensor) -> Tensor:
-        """float32 [., F]: what a `change` of `meters`, both [N, ., F], is worth, where those that
-        nobody lives by count as much as `counts` float32 [., 1] says.
+        """float32 [K, ., F]: what a `change` of `meters`, both [N, K, ., F], is worth, where those
+        that nobody lives by count as much as `counts` float32 [., 1] says.
 
         Worked out from the change, meter by meter: the difference of two values, each some hundred
         times what is gained, would be mostly rounding.
@@ -381,31 +395,35 @@ class Prospects(nn.Module):
         open_for: Tensor,
         price: Tensor,
         counts: Tensor,
+        stays: Tensor,
     ) -> Tensor:
-        """float32 [., F].
+        """float32 [., F] of the best time to stay.
 
         Args:
             meters: float32 [., N]; of each place float32 [., F]: walk, steps to it; progress, ticks
             of its use that are done; wait, ticks to wait there for others; pursued, 1 where it is
             the goal; nearer, 1 where the last step led to it; opens_in, open_for, price: ticks,
-            ticks, and money per tick, of the timetable now. counts: of `gained`.
+            ticks, and money per tick, of the timetable now. counts: of `gained`. stays: of
+            `Policy`.
         """
         n = self.meters
-        per_tick, finished = (along_first(x, walk) for x in (self.menu[:n], self.menu[n : 2 * n]))
         remaining = (self.menu[-1] - progress).clamp_min(1.0)
         money = meters[..., self.money : self.money + 1]
         affordable = torch.where(price > 0, money / price.clamp_min(1e-3), remaining)
-        stay = remaining.minimum(open_for).minimum(affordable)
+        # [K, ., F]
+        stay = (along_first(stays.t().unsqueeze(-1), remaining) * remaining).ceil()
+        stay = stay.minimum(remaining.minimum(open_for).minimum(affordable))
+        per_tick, finished = (along_first(x, stay) for x in (self.menu[:n], self.menu[n : 2 * n]))
         completes = (stay - remaining + 1).clamp(0.0, 1.0)
         begin = walk.maximum(opens_in) + F.softplus(self.queue) * wait
         ticks = begin + stay
-        drained = 0.01 * along_first(self.drain, walk) * ticks
-        idle = (meters.movedim(-1, 0).unsqueeze(-1) - drained).clamp(0.0, 1.0)
-        paid = price * stay * along_first(self.paid_in, walk)
+        drained = 0.01 * along_first(self.drain, stay) * ticks
+        idle = (meters.movedim(-1, 0)[:, None, ..., None] - drained).clamp(0.0, 1.0)
+        paid = price * stay * along_first(self.paid_in, stay)
         gain = per_tick * stay + finished * completes - paid
         change = gain.clamp(min=-idle, max=1 - idle)
         rate = self.gained(idle, change, counts) / (ticks + F.softplus(self.overhead))
-        return rate * (1 + self.habit * pursued + self.heading * nearer)
+        return rate.amax(0) * (1 + self.habit * pursued + self.heading * nearer)
 
 
 def along_first(values: Tensor, like: Tensor) -> Tensor:

@@ -32,15 +32,14 @@ def rule() -> Prospects:
 
 
 def ask(rule, walk=0.0, until=0.0, left=24.0, price=0.0, progress=0.0, wait=0.0, pursued=0.0,
-        nearer=0.0, money=0.5, energy=0.2, counts=1.0):  # fmt: skip
+        nearer=0.0, money=0.5, energy=0.2, counts=1.0, stays=(1.0,)):  # fmt: skip
     meters = torch.full((1, 8), 0.5)
     meters[0, ENERGY], meters[0, MONEY] = energy, money
     each = (torch.full((1, 2), float(x)) for x in (walk, progress, wait, pursued, nearer))
     walk, progress, wait, pursued, nearer = each
     posted = (torch.full((1, 2), float(x)) for x in (until, left, price))
-    return rule(meters, walk, progress, wait, pursued, nearer, *posted, torch.full((1, 1), counts))[
-        0
-    ]
+    habits = torch.full((1, 1), counts), torch.tensor([stays])
+    return rule(meters, walk, progress, wait, pursued, nearer, *posted, *habits)[0]
 
 
 def test_the_rate_is_the_gain_over_the_ticks_it_takes(rule):
@@ -68,6 +67,45 @@ def test_a_use_is_cut_short_by_closing_or_by_want_of_money_and_paid_for(rule):
     assert full == pytest.approx(0.1 / 4, abs=1e-6)
 
 
+def test_who_may_leave_early_stays_as_long_as_it_gains_most_per_tick(rule):
+    """The bed gives 0.1 a tick for four ticks, and 0.2 more with the last; energy is worth one."""
+    parts = (0.15, 0.4, 0.7, 1.0)  # one, two, three or all four ticks
+    torch.testing.assert_close(ask(rule, stays=parts), ask(rule))
+    # With 0.65 it is full after the fourth in any case, which brings what is left of 0.35.
+    for energy, walk, ticks, gain in (
+        (0.65, 0.0, 1, 0.1), (0.75, 3.0, 3, 0.25), (0.95, 0.0, 1, 0.05), (0.2, 2.0, 4, 0.6)
+    ):  # fmt: skip
+        found = ask(rule, stays=parts, energy=energy, walk=walk)[0].item()
+        assert found == pytest.approx(gain / (walk + ticks), abs=1e-6), energy
+    # Of a use of which two ticks are done, one or both that are left.
+    found = ask(rule, stays=(0.15, 1.0), energy=0.85, progress=2)[0].item()
+    assert found == pytest.approx(0.1, abs=1e-6)
+    # It closes, or the money is spent, before it would leave.
+    assert ask(rule, stays=(0.7, 1.0), left=2)[0] == ask(rule, left=2)[0]
+    torch.testing.assert_close(
+        ask(rule, stays=(0.15, 1.0), price=0.1, money=0.2), ask(rule, left=1, price=0.1, money=0.2)
+    )
+
+
+def test_each_has_its_own_stays_while_they_are_tried(rule):
+    meters = torch.full((2, 8), 0.95)
+    still, posted = torch.zeros(2, 2), (torch.zeros(2, 2), torch.full((2, 2), 24.0))
+    given = (meters, still, still, still, still, still, *posted, still, torch.ones(2, 1))
+    both = rule(*given, torch.tensor([[0.15, 1.0], [1.0, 1.0]]))
+    early, whole = (rule(*given, torch.tensor([[part, 1.0]]))[0] for part in (0.15, 1.0))
+    assert torch.equal(both, torch.stack([early, whole]))
+    assert (early > whole)[0]
+
+
+def test_as_many_stays_are_loaded_as_were_kept(town):
+    kept, policy = (new_mind(town, TINY.policy)[0].policy for _ in range(2))
+    kept.stays = torch.tensor([[0.2, 0.5, 1.0]])
+    policy.load_state_dict(kept.state_dict())
+    assert torch.equal(policy.stays, kept.stays)
+    policy.load_state_dict(new_mind(town, TINY.policy)[0].policy.state_dict())
+    assert policy.stays.tolist() == [[1.0]]
+
+
 def test_what_drains_on_the_way_and_what_is_feared_count(rule):
     rule.drain[ENERGY] = 5.0  # hundredths a tick
     rule.fear[ENERGY], rule.comfort[ENERGY] = 1.0, 0.5
@@ -87,7 +125,7 @@ def test_a_small_gain_is_not_lost_in_the_rounding_of_what_all_meters_are_worth(r
     opens_in, open_for, price = posted * torch.tensor([12.0, 12.0, 0.1])[:, None, None]
     still = torch.zeros(5000, 2)
     given = (meters, walk, still, still, still, still, opens_in, open_for, price,
-             torch.ones(5000, 1))  # fmt: skip
+             torch.ones(5000, 1), torch.tensor([[0.15, 0.4, 1.0]]))  # fmt: skip
     exact = copy.deepcopy(rule).double()(*(x.double() for x in given))
     assert (rule(*given) - exact).abs().max() < 1e-7
 

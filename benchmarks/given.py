@@ -11,11 +11,13 @@ from torch import Tensor
 from hamlet.modules.contracts import LOOK, Features
 from hamlet.modules.policy import Policy
 
-RULE, PROSPECTS, TIMETABLE, TARGETS, LOOKING = (
-    "no_rule", "no_prospects", "no_timetable", "no_targets", "no_look",
+RULE, EMERGENCY, TARGETS, PROSPECTS, TIMETABLE, LOOKING = (
+    "no_rule", "no_emergency", "no_targets", "no_prospects", "no_timetable", "no_look",
 )  # fmt: skip
-NOTHING = "nothing_given"
-GIVEN = (RULE, PROSPECTS, TIMETABLE, TARGETS, LOOKING, NOTHING)
+RULES, KNOWLEDGE = (RULE, EMERGENCY, TARGETS), (PROSPECTS, TIMETABLE, LOOKING)
+"""What says what to do, and what helps to find it out."""
+NO_RULES, NOTHING = "no_rules", "nothing_given"
+GIVEN = (*RULES, NO_RULES, *KNOWLEDGE, NOTHING)
 UNKNOWN_HOURS = (0.0, 24.0, 0.0)
 """Where the timetable is not known: open now, for a day, and free."""
 
@@ -29,6 +31,8 @@ class Ungiven(Policy):
         super().__init__(*given)
         if TARGETS in self.lacking:
             self.reached_at.fill_(math.inf)
+        if EMERGENCY in self.lacking:
+            self.urgent_under.fill_(-math.inf)
 
     def low_money_bias(self, known_state: Tensor) -> Tensor:
         found = super().low_money_bias(known_state)
@@ -50,7 +54,7 @@ class Ungiven(Policy):
 @cache
 def policy_without(variant: str) -> type[Policy]:
     """The class of module D of one of GIVEN."""
-    lacking = GIVEN[:-1] if variant == NOTHING else (variant,)
+    lacking = {NO_RULES: RULES, NOTHING: (*RULES, *KNOWLEDGE)}.get(variant, (variant,))
     return type(f"Ungiven_{variant}", (Ungiven,), {"lacking": lacking})
 
 

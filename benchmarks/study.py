@@ -32,6 +32,7 @@ from benchmarks.given import GIVEN, LOOKING, NOTHING, not_looking, policy_withou
 from benchmarks.monolith import MonolithLives, train_monolith
 from benchmarks.plain_town import PlainPlayers, shape_of, train_plain
 from benchmarks.shifts import SHIFTS, shifted
+from benchmarks.study_changes import changes, without_habits
 from benchmarks.study_players import ActingExpert, Everyone, Resting, RivalLives, Sharing
 from benchmarks.study_report import SEATED, SHIFTED, VARIANTS, plot, report, stale, table
 from hamlet.artifacts import HamletError, atomic_path, read_json, sha256_json, write_json
@@ -373,8 +374,17 @@ def cell(params: Params, variant: str, seed: int) -> dict[str, Any]:
     if variant in SHIFTED:
         teacher = sizes.teacher if variant == "full" else None
         more |= after_shifts(town, seated, teacher, judged_in)
-    if variant in SEATED:
+    if variant == "full":
         everyone: Everyone = seated(town)[0]
+        more["changed"] = changes(
+            everyone,
+            lambda player: judged(town, lambda where: (player, seated(where)[1]), judged_in),
+        )
+        more["without"] = without_habits(
+            everyone.mind, lambda: judged(town, seated, judged_in)["returns"].mean().item()
+        )
+    if variant in SEATED:
+        everyone = seated(town)[0]
         seat = Selves(everyone.mind, everyone.shape, everyone.blank, 0, 1, imagines=True)
         strangers = Characters(Scripted(town, HELD_OUT, judged_in), 1, town.num_agents)
         focal = play(town, seat, strangers, FOCAL_WORLDS, judged_in)[:, 0]

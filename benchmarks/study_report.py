@@ -21,6 +21,7 @@ import matplotlib.pyplot as plt
 from scipy.special import stdtrit
 
 from benchmarks.shifts import SHIFTS
+from benchmarks.study_changes import CHANGES, HABITS
 from hamlet.artifacts import atomic_path
 
 VARIANTS = {
@@ -36,11 +37,13 @@ VARIANTS = {
     "reinforced_long": "the same in rollouts of 96 ticks, not 8",
     "reinforced_sharing": "the same, for the mean reward of all",
     "no_rule": "not given: the bias of the broke",
+    "no_emergency": "not given: which goals to drop in an emergency",
+    "no_targets": "not given: when a goal is reached",
+    "no_rules": "not given: any of these three rules",
     "no_prospects": "not given: what a place is worth per tick",
     "no_timetable": "not given: hours and prices",
-    "no_targets": "not given: when a goal is reached",
     "no_look": "not given: where most can be newly seen",
-    "nothing_given": "none of these five",
+    "nothing_given": "none of these six",
     "plain": "the plain modules of any world, from reward alone",
     "plain_time": "the same for as much processor time",
     "monolith": "a rival: one recurrent network, end to end",
@@ -119,6 +122,8 @@ def report(cells: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         if variant != "full" and costs:
             cost, width = interval(costs)
             found[variant] |= {"cost": cost, "cost_ci95": width, "matters": cost - width > 0}
+        if all("changed" in c and "without" in c for c in of_seed.values()):
+            found[variant] |= decided(list(of_seed.values()))
         if variant in SHIFTED and all("shifted" in c for c in of_seed.values()):
             found[variant]["kept"] = kept(list(of_seed.values()))
         if variant in SEATED and all("focal" in c for c in [*of_seed.values(), *whole.values()]):
@@ -128,6 +133,43 @@ def report(cells: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
                 cost, width = interval([whole[s]["focal"] - of_seed[s]["focal"] for s in both])
                 found[variant] |= {"focal_cost": cost, "focal_cost_ci95": width}
     return found
+
+
+def decided(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the parts of the agents in the cells change of what they decide, and what their habits
+    are worth to them, each with its interval."""
+    changed = {part: interval([c["changed"][part] for c in cells]) for part in CHANGES}
+    worth = {
+        name: interval([c["mean_return"] - c["without"][name] for c in cells]) for name in HABITS
+    }
+    return {
+        "changed": {part: {"share": mean, "ci95": half} for part, (mean, half) in changed.items()},
+        "habits": {name: {"worth": mean, "ci95": half} for name, (mean, half) in worth.items()},
+    }
+
+
+def decisions(found: dict[str, dict[str, Any]]) -> list[str]:
+    """The same as Markdown; nothing where nobody was asked."""
+    if "changed" not in found.get("full", {}):
+        return []
+    lines = [
+        "",
+        "# What each part changes of what is decided",
+        "",
+        "Of the deliberations of the whole agent, the share of which a part that it was trained",
+        "with changes the goal, asked at each with the part taken away; and what a habit is worth",
+        "to it, by lives in the same worlds without.",
+        "",
+        "| part | changes, of 100 deliberations |",
+        "| --- | --- |",
+    ]
+    for part, row in found["full"]["changed"].items():
+        lines.append(f"| {CHANGES[part]} | {100 * row['share']:.1f} ± {100 * row['ci95']:.1f} |")
+    lines += ["", "| habit | is worth | |", "| --- | --- | --- |"]
+    for name, row in found["full"]["habits"].items():
+        clear = "clear of zero" if row["worth"] > row["ci95"] else "not clear of zero"
+        lines.append(f"| {HABITS[name]} | {row['worth']:.1f} ± {row['ci95']:.1f} | {clear} |")
+    return lines
 
 
 def kept(cells: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -225,7 +267,7 @@ def table(found: dict[str, dict[str, Any]], pack: str) -> str:
             f"{told(alone['focal'], alone['focal_ci95'])} if it learned in as many ticks alone: "
             f"{told(alone['focal_cost'], alone['focal_cost_ci95'])} less.",
         ]
-    return "\n".join([*lines, *shifts(found)]) + "\n"
+    return "\n".join([*lines, *decisions(found), *shifts(found)]) + "\n"
 
 
 def plot(found: dict[str, dict[str, Any]], path: Path) -> None:

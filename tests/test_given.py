@@ -37,6 +37,15 @@ def poor(policy: Policy) -> torch.Tensor:
     return known
 
 
+def ended(policy: Policy, level: float, age: int) -> torch.Tensor:
+    """Which goals end, so old, with all meters at one level: bool [G]."""
+    known, goals = (
+        torch.full((SHAPE.num_goals, SHAPE.self_dim), level),
+        torch.arange(SHAPE.num_goals),
+    )
+    return policy.goal_ended(known, goals, torch.full_like(goals, age))
+
+
 def test_each_lacks_what_it_says_and_nothing_else():
     whole = of_kind(Policy)
     f = sensed("full")[0]
@@ -44,12 +53,10 @@ def test_each_lacks_what_it_says_and_nothing_else():
         "no_rule": lambda p: p.low_money_bias(poor(p)),
         "no_prospects": lambda p: p.place_facts(f)[-2:],
         "no_timetable": lambda p: torch.stack(p.posted_now(f)),
-        "no_targets": lambda p: p.goal_ended(
-            torch.ones(len(f.mean), SHAPE.self_dim),
-            torch.zeros(len(f.mean), dtype=torch.int64),
-            torch.ones(len(f.mean), dtype=torch.int64),
-        ),
+        "no_targets": lambda p: ended(p, 1.0, 1),
+        "no_emergency": lambda p: ended(p, 0.1, 2),
     }
+    combined = {"no_rules": ["no_rule", "no_emergency", "no_targets"], NOTHING: [*told]}
     for variant in GIVEN:
         other = policy_without(variant)
         made = of_kind(other)
@@ -58,7 +65,8 @@ def test_each_lacks_what_it_says_and_nothing_else():
             same = torch.equal(ask(made).float(), ask(whole).float())
             # Prospects reckon with the timetable.
             follows = part == "no_prospects" and variant == "no_timetable"
-            assert same == (part != variant and variant != NOTHING and not follows), (variant, part)
+            lacks = part in combined.get(variant, [variant])
+            assert same == (not lacks and not follows), (variant, part)
 
 
 def test_what_is_left_without_each():
@@ -76,11 +84,15 @@ def test_what_is_left_without_each():
     assert not opens.any()
     assert (left == 24).all()
     assert not price.any()
-    full = torch.ones(4, SHAPE.self_dim)
-    first, young = torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.int64)
-    assert whole.goal_ended(full, first, young).all()
-    assert not without["no_targets"].goal_ended(full, first, young).any()
-    assert without["no_targets"].goal_ended(full, first, young * 100).all()
+    assert ended(whole, 1.0, 1)[:-2].any()
+    assert not ended(without["no_targets"], 1.0, 1).any()
+    assert ended(whole, 0.1, 2).any()
+    assert not ended(without["no_emergency"], 0.1, 2).any()
+    assert not ended(without["no_emergency"], 0.1, 1).any()
+    for name in ("no_targets", "no_emergency", "no_rules"):
+        assert ended(without[name], 0.5, 100).all()
+    # With both gone a goal ends by age alone.
+    assert not any(ended(without["no_rules"], level, 2).any() for level in (0.1, 1.0))
 
 
 def test_without_where_to_look_only_the_way_there_is_gone():

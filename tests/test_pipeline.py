@@ -87,8 +87,7 @@ def test_habits_are_tried_in_whole_lives_and_kept_with_the_policy(tiny):
         kept, imitated = (float(weights[of][habit][0, 0]) for of in ("policy", "imitated"))
         assert measured[habit] == pytest.approx(kept)
         assert imitated == without
-        paid = measured[f"{habit}_gain"] > measured[f"{habit}_gain_ci95"]
-        assert paid == (kept != without)
+        assert (measured[f"{habit}_gain"] > measured[f"{habit}_gain_ci95"]) == (kept != without)
 
 
 def test_second_repro_only_looks_at_the_world_and_the_registry(tiny, capsys):

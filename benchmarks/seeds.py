@@ -36,9 +36,9 @@ is 485, and nobody has come near: with the world to itself it gets 477.
 ROWS = (
     ("mean return R of a life", "evaluate", "mean_return", ""),
     ("the same, of the full-map expert", "evaluate", "expert_return", ""),
-    ("share of the full-map expert's", "evaluate", "share_of_expert", ">= 0.9"),
+    ("share of the full-map expert's", "evaluate", "share_of_expert", ">= 0.95"),
     ("normalised (0 = always-REST, 1 = that expert)", "evaluate", "normalised_score", ""),
-    ("retired", "evaluate", "retired_fraction", ""),
+    ("retired", "evaluate", "retired_fraction", ">= 0.96"),
     ("R above the own-sightings expert's", "evaluate", "over_expert_sightings", "> 0"),
     ("R above the searching expert's", "evaluate", "over_expert_searching", "> 0"),
     ("R above its teacher's", "evaluate", "over_expert_watching", "> 0"),

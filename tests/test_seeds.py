@@ -27,11 +27,11 @@ def row(text: str, what: str) -> list[str]:
 
 
 def test_what_is_not_as_asked_is_bold_and_the_mean_has_an_interval():
-    runs = [run(1), run(2, share_of_expert=0.89), run(3, map_ece=0.06, mean_return=180.0)]
+    runs = [run(1), run(2, share_of_expert=0.89, retired_fraction=0.97), run(3, map_ece=0.06, mean_return=180.0)]
     text = seeds.table(runs)
     assert text.count("**") == 4
     share = "share of the full-map expert's"
-    assert row(text, share)[:4] == [">= 0.9", "1.000", "**0.890**", "1.000"]
+    assert row(text, share)[:4] == [">= 0.95", "1.000", "**0.890**", "1.000"]
     assert row(text, share)[4] == "0.963 ± 0.16"  # 4.303 * 0.0635 / sqrt 3
     assert row(text, "calibration error of the map")[1:4] == ["0.000", "0.000", "**0.060**"]
     assert row(text, "mean return R of a life")[1:4] == ["0.500", "0.500", "180.0"]

@@ -78,7 +78,7 @@ def test_who_may_leave_early_stays_as_long_as_it_gains_most_per_tick(rule):
         found = ask(rule, stays=parts, energy=energy, walk=walk)[0].item()
         assert found == pytest.approx(gain / (walk + ticks), abs=1e-6), energy
     # Of a use of which two ticks are done, one or both that are left.
-    found = ask(rule, stays=(0.15, 1.0), energy=0.85, progress=2)[0].item()
+    found = ask(rule, stays=(0.5, 1.0), energy=0.85, progress=2)[0].item()
     assert found == pytest.approx(0.1, abs=1e-6)
     # It closes, or the money is spent, before it would leave.
     assert ask(rule, stays=(0.7, 1.0), left=2)[0] == ask(rule, left=2)[0]

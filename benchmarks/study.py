@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from benchmarks.learning_peers import Learner
 
 RESULTS = Path(__file__).parent / "results" / "study"
-SHARES = {"worlds": 0.25, "imitation_iterations": 0.75, "ppo_iterations": 0.5}
+SHARES = {"worlds": 0.25, "ppo_iterations": 0.5}
 HELD_OUT_WORLDS, FOCAL_WORLDS = 64, 256
 REWARDED = ("sb3_recurrent_ppo", "lstm_ppo", "recurrent_dqn")
 """Rivals that learn from reward alone."""

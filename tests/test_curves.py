@@ -255,8 +255,8 @@ def test_ours_is_counted_from_the_first_recorded_tick_to_the_last_of_the_policy(
     sizes, town = PARAMS.policy, Town(load_pack(PARAMS.town.pack))
     recorded = collected(PARAMS, town.num_agents)
     each = sizes.worlds * sizes.rollout * town.num_agents
-    assert sizes.worlds == 8  # and a quarter of them, for each of two ways of the second habit
-    lives = (8 + 8 + 2 * 2) * town.lifespan * town.num_agents
+    assert sizes.worlds == 8  # a half of them for the second habit, a quarter for both ways after
+    lives = (8 + 8 + 4 + 2 * 2) * town.lifespan * town.num_agents
     assert [p["steps"] for p in points] == [
         recorded + each * n + lives * more for n, more in ((1, 0), (2, 0), (3, 0), (4, 0), (4, 1))
     ]

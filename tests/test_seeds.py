@@ -27,7 +27,11 @@ def row(text: str, what: str) -> list[str]:
 
 
 def test_what_is_not_as_asked_is_bold_and_the_mean_has_an_interval():
-    runs = [run(1), run(2, share_of_expert=0.89, retired_fraction=0.97), run(3, map_ece=0.06, mean_return=180.0)]
+    runs = [
+        run(1),
+        run(2, share_of_expert=0.89, retired_fraction=0.97),
+        run(3, map_ece=0.06, mean_return=180.0),
+    ]
     text = seeds.table(runs)
     assert text.count("**") == 4
     share = "share of the full-map expert's"

@@ -92,13 +92,16 @@ def dvc(here, tmp_path):
 
 
 def services(folder: Path) -> list[psutil.Process]:
-    """The processes that send for somebody in this repository."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
+    """The processes that send for somebody in this repository.
+
+    What one of them starts looks like it for a moment, until it is another program.
+    """
+    found = {}
+    for process in psutil.process_iter(["cmdline", "ppid"]):
         words = process.info["cmdline"] or []
         if "hamlet.tracking.service" in words and str(folder) in " ".join(words):
-            found.append(process)
-    return found
+            found[process.pid] = process
+    return [process for process in found.values() if process.info["ppid"] not in found]
 
 
 def none_left(folder: Path) -> bool:

@@ -23,6 +23,7 @@ from benchmarks.study import (
     plain_ticks,
     trained_rival,
 )
+from benchmarks.study_changes import CHANGES, HABITS
 from benchmarks.study_players import ActingExpert, Resting, Sharing
 from benchmarks.study_report import VARIANTS, report, table
 from hamlet.artifacts import HamletError, write_json
@@ -331,6 +332,8 @@ def test_a_cell_and_the_report_of_the_tiny_pipeline(copy):
     told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [cell["variant"] for cell in told] == installed
     assert min(cell["mean_return"] for cell in told) > 0
+    assert told[0]["changed"].keys() == CHANGES.keys()
+    assert told[0]["without"].keys() == HABITS.keys()
     assert not list((copy.path / "checkpoints").glob("study-*"))
     report = ("python", "-m", "benchmarks.study", "report")
     done = copy.run(*report, check=False)  # DVC knows nothing of these cells
